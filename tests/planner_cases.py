@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import Blueprint, lower
+from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import divide
 from fourfold.plan.plan import Plan
@@ -41,6 +42,7 @@ class ChainFacts:
     end_factor: float = 0.25
     norm_channels: tuple[int, ...] = ()
     has_bare_blocks: bool = False
+    traits: ModelTraits = NO_TRAITS
 
     def _names(self, index: int) -> list[str]:
         """The weights of a block."""
@@ -67,10 +69,7 @@ class ChainFacts:
         )
 
     def facts(self, plan: Plan) -> ModelFacts:
-        blocks = tuple(
-            self._segment(f"blocks.{i}", self._names(i), 1.0, plan)
-            for i in range(self.num_blocks)
-        )
+        blocks = tuple(self._segment(f"blocks.{i}", self._names(i), 1.0, plan) for i in range(self.num_blocks))
         tied = ["embedding"] if self.has_tied_head else []
         return ModelFacts(
             self._segment("", ["embedding"], self.end_factor, plan),

@@ -164,6 +164,27 @@ def test_baselines_are_always_priced():
     assert isinstance(smaller["data parallelism, zero 0"], Refused)
 
 
+def test_baselines_are_what_they_are_called():
+    whole = make_case(devices=4, per_host=4, batch=16, model=Model(((1.0, 4.0, 1.0),), heads=1))
+    found = price_baselines(Ask(), whole.space, whole, limit_bytes=math.inf)
+    refused = found["tensor parallelism in a node"]
+    assert isinstance(refused, Refused)
+    assert refused.problems
+    assert "1F1B alone" not in found
+    assert found["Megatron's layout"].plan.mesh == Plan(dp=4).mesh
+    alone = make_case(devices=1)
+    assert list(price_baselines(Ask(), alone.space, alone, limit_bytes=math.inf)) == ["one device"]
+
+
+@pytest.mark.parametrize(
+    "pinned", [{"shard": 2}, {"shard": 2, "zero": 3}, {"ulysses": 2}, {"schedule": "pipedream", "pp": 2}]
+)
+def test_an_ask_may_pin_a_field_that_most_baselines_cannot_have(pinned):
+    decision = decide(Ask(**pinned), make_case(devices=4))
+    assert decision is not None
+    assert {name: getattr(decision.answer.plan, name) for name in pinned} == pinned
+
+
 def test_a_baseline_that_differs_from_the_ask_is_refused_with_its_price():
     pricing = make_case(devices=4, per_host=4)
     decision = decide(Ask(zero=1, tp=2), pricing)

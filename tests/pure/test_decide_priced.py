@@ -8,13 +8,14 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.check import combination_problems
+from fourfold.plan.check import combination_problems, model_trait_problems
 from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.decide import decide
+from fourfold.plan.decide.decide import best_baseline_on, decide
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.search import search
 from fourfold.plan.decide.space import Space, groups, make_space, variants
 from fourfold.plan.decide.step_pricing import StepPricing
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
 from fourfold.plan.predict.prediction import Prediction
@@ -142,6 +143,40 @@ def test_a_dearer_action_never_gives_a_faster_answer(source, prices, ask, name, 
     assert (before is None) == (after is None)
     if before is not None and after is not None:
         assert after.fastest.seconds >= before.fastest.seconds / (1 + before.bound + 1e-9)
+
+
+@FEW
+@given(
+    st.sampled_from(
+        [
+            ModelTraits(batch_norms=("norm",)),
+            ModelTraits(renormalized=("embedding",)),
+            ModelTraits(frequency_scaled=("embedding",)),
+            ModelTraits(compiled=("block",)),
+            ModelTraits(has_own_loss=True),
+        ]
+    ),
+    st.sampled_from([{}, {"batch_norm": "sync"}, {"batch_norm": "local"}]),
+    st.sampled_from([4, 6, 7]),
+)
+def test_no_plan_is_answered_that_a_training_would_refuse(traits, pinned, batch_size):
+    source = ChainFacts(num_blocks=4, width=16, batch_size=batch_size, traits=traits)
+    decision = decide(Ask(**pinned), source, LinearPrices(), SMALL)
+    priced = [each for each in decision.baselines.values() if isinstance(each, Prediction)]
+    for each in (*decision.ranked, *decision.front, *decision.refused, *priced):
+        assert not model_trait_problems(each.plan, traits)
+        assert batch_size % (each.plan.dp * each.plan.microbatches) == 0
+
+
+def test_fewer_devices_are_priced_with_what_is_pinned():
+    source, free = ChainFacts(num_blocks=1, width=16, batch_size=4), LinearPrices(latency=10.0)
+    alone = best_baseline_on(1, Ask(zero=0), source, free, SMALL)
+    assert alone is not None
+    assert alone.plan.mesh.size == 1
+    assert alone.seconds < decide(Ask(zero=0), source, free, SMALL).answer.seconds
+    assert best_baseline_on(1, Ask(tp=2), source, free, SMALL) is None
+    assert best_baseline_on(2, Ask(tp=2), source, free, SMALL) is not None
+    assert best_baseline_on(2, Ask(memory=1), source, free, SMALL) is None
 
 
 def test_stages_follow_the_clock_and_not_the_number_of_blocks():

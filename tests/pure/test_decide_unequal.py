@@ -84,7 +84,8 @@ def test_a_slow_host_gets_fewer_blocks_and_data_ranks_wait_for_it():
     counts = [int(count) for count in decision.fastest.plan.stages.split(",")]
     assert counts[place] == min(counts)
     data = {"pp": 1, "dp": 6, "tp": 1, "zero": 0, "microbatches": 1, "recompute": "none", "update": "after"}
-    equal, unequal = (decide(Ask(**data), SOURCE, PRICES, each, error=0.0) for each in (EQUAL, cluster))
+    source = dataclasses.replace(SOURCE, batch_size=12)  # which dp divides
+    equal, unequal = (decide(Ask(**data), source, PRICES, each, error=0.0) for each in (EQUAL, cluster))
     ratio = unequal.answer.terms.compute / equal.answer.terms.compute
     assert ratio == pytest.approx(4.0, rel=0.02)
     assert equal.host_order == ()

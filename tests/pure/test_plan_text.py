@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.analysis.plan_text import format_decision, format_prediction, ranking_rows, term_rows
-from fourfold.analysis.plan_words import against, best_baseline, compared, plan_words, reasons
+from fourfold.analysis.plan_words import against, best_baseline, compared, fewer_devices, plan_words, reasons
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.cluster_file import load_cluster
 from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
@@ -73,7 +74,7 @@ def test_a_reason_names_the_term_that_the_first_plan_saves():
     text = against(BEST, PLAIN, error=0.08)
     assert text == "takes 55.0 ms; the first 14.0 ms less: 15.0 ms less of the update"
     assert against(BEST, BEST, error=0.08) == "is the first"
-    assert against(BEST, PLAIN, error=0.4) == "takes 55.0 ms, which is equal within the error"
+    assert against(BEST, PLAIN, error=0.4) == "takes 55.0 ms, which counts as equal"
     said = dict(reasons(DECISION))
     assert said["data parallel, zero 3"] == "does not fit: 3.00 GiB of 2.00 GiB, 2.25 GiB of it activations"
     assert said["tp within a host"] == "is not possible: tp = 3 with 4 heads, need a divisor of 4"
@@ -97,6 +98,33 @@ def test_plans_within_the_error_of_the_fastest_are_marked_as_equal():
     certain = dataclasses.replace(DECISION, error=0.0)
     assert [row[2] for row in ranking_rows(certain, WORKLOAD)[1:]] == ["", "", ""]
     assert "simplest" not in format_decision(certain, WORKLOAD)
+
+
+def test_the_first_line_says_that_fewer_devices_are_faster():
+    assert fewer_devices(DECISION) == ""
+    faster = dataclasses.replace(DECISION, fewer={1: prediction(Plan(), compute=40.0), 2: SLOW})
+    head, *others = format_decision(faster, WORKLOAD).splitlines()
+    assert head == "1 device is faster: 40.0 ms a step with dp=1, 41.0 ms with 4 devices"
+    assert any(line.split()[:4] == ["1", "device", "takes", "40.0"] for line in others)
+    assert head in visible_text(render_decision(faster, WORKLOAD))
+    equal = {1: SLOW, 2: prediction(Plan(dp=2), compute=41.2)}
+    assert fewer_devices(dataclasses.replace(DECISION, fewer=equal)).startswith("2 devices are as fast: 41.2 ms")
+
+
+def test_baselines_that_are_one_plan_are_named_once():
+    same = dataclasses.replace(DECISION, baselines={"one": BEST, "two": PLAIN, "three": BEST, "four": BEST})
+    assert reasons(same)[0] == ("one", "is the first; likewise three and four")
+    assert [name for name, _ in reasons(same)] == ["one", "two"]
+
+
+def test_equality_is_claimed_of_machines_that_were_measured_only():
+    said = "no prediction for this machine was compared with a run"
+    assert said in format_decision(DECISION, WORKLOAD)
+    assert said in visible_text(render_decision(DECISION, WORKLOAD))
+    known = dataclasses.replace(DECISION, is_error_known=True)
+    assert said not in format_decision(known, WORKLOAD)
+    assert "count as equal, the error of predictions" in format_decision(known, WORKLOAD)
+    assert [load_cluster(name).prediction_error > 0 for name in ("dgx-a100", "dgx-h100")] == [True, False]
 
 
 def test_the_terms_of_a_row_add_up_to_its_step():

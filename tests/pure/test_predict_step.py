@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.asynchronous import batch_actions
 from fourfold.plan.pipeline.bubble import expected_bubble
@@ -51,6 +52,10 @@ class SlowBlocks:
     @property
     def update_spec(self) -> UpdateSpec:
         return self.inner.update_spec
+
+    @property
+    def traits(self) -> ModelTraits:
+        return self.inner.traits
 
     def facts(self, plan: Plan) -> ModelFacts:
         facts = self.inner.facts(plan)

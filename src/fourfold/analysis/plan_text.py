@@ -9,6 +9,8 @@ from typing import NamedTuple
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
+    equal_words,
+    fewer_devices,
     nearest_changes,
     plan_words,
     reasons,
@@ -39,6 +41,7 @@ UNKNOWN = "–"
 def format_decision(decision: Decision, workload: Workload) -> str:
     """The text of `fourfold plan`."""
     sections = [
+        [fewer] if (fewer := fewer_devices(decision)) else [],
         [*_format_head(workload), _format_counts(decision, workload)],
         _format_ranking(decision, workload),
         host_lines(decision),
@@ -94,8 +97,7 @@ def host_lines(decision: Decision) -> list[str]:
 
 def _format_counts(decision: Decision, workload: Workload) -> str:
     limit = "" if workload.memory_bytes is None else f"{format_bytes(workload.memory_bytes)} of memory a device · "
-    equal = f"plans within {format_percent(decision.error)} of each other count as equal"
-    return f"{limit}{decision.num_considered:,} plans considered · {equal}"
+    return f"{limit}{decision.num_considered:,} plans considered · {equal_words(decision)}"
 
 
 _ALIGNMENTS = ">><>>>>>><"
@@ -152,7 +154,7 @@ def ranking_notes(decision: Decision) -> list[str]:
     """What is to be known of the ranking."""
     notes = []
     if len(decision.equals) > 1:
-        notes.append("= equal within the error of the prediction: of these, the simplest is first")
+        notes.append("= counts as equal: of these, the simplest is first")
     if decision.bound >= SMALLEST_BOUND:
         percent = format_percent(decision.bound)
         notes.append(f"of plans that were estimated and not simulated, none is more than {percent} faster than these")

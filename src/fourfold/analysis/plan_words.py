@@ -12,7 +12,7 @@ from fourfold.plan.decide.decision import Change, Decision, Refused
 from fourfold.plan.decide.reasons import reason
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_step_seconds
+from fourfold.words.units import BINARY_PREFIXES, format_bytes, format_percent, format_step_seconds
 
 NO_WORDS = "dp=1"
 ROUNDING = 1e-6
@@ -38,19 +38,54 @@ def against(answer: Prediction, baseline: Prediction, *, error: float) -> str:
         return "is the first"
     time = f"takes {format_step_seconds(baseline.seconds)}"
     if abs(baseline.seconds / answer.seconds - 1) <= error:
-        return f"{time}, which is equal within the error"
+        return f"{time}, which counts as equal"
     return f"{time}; the first {reason(answer, baseline)}"
 
 
+def _devices(number: int) -> str:
+    return "1 device" if number == 1 else f"{number:,} devices"
+
+
+def fewer_devices(decision: Decision) -> str:
+    """Which of the fewer devices are faster than all, or as fast; "" if none are."""
+    answer, size = decision.answer, _devices(decision.answer.plan.mesh.size)
+    limit = answer.seconds * (1 + decision.error)
+    number = min(decision.fewer, key=lambda each: decision.fewer[each].seconds, default=None)
+    if number is None or decision.fewer[number].seconds > limit:
+        return ""
+    is_faster = decision.fewer[number].seconds < answer.seconds
+    if not is_faster:
+        number = min(each for each, found in decision.fewer.items() if found.seconds <= limit)
+    found = decision.fewer[number]
+    verb, how = "is" if number == 1 else "are", "faster" if is_faster else "as fast"
+    taken = f"{format_step_seconds(found.seconds)} a step with {plan_words(found.plan)}"
+    return f"{_devices(number)} {verb} {how}: {taken}, {format_step_seconds(answer.seconds)} with {size}"
+
+
+def equal_words(decision: Decision) -> str:
+    """Which plans count as equal, and what is known of the error."""
+    percent = format_percent(decision.error)
+    text = f"plans within {percent} of each other count as equal"
+    if decision.is_error_known:
+        return f"{text}, the error of predictions"
+    return f"{text}; no prediction for this machine was compared with a run"
+
+
 def reasons(decision: Decision) -> list[tuple[str, str]]:
-    """Each baseline, and what the first plan saves against it, or why the baseline is not possible."""
-    rows = []
-    for name, baseline in decision.baselines.items():
-        if isinstance(baseline, Refused):
-            rows.append((name, _why_not(baseline)))
-        else:
-            rows.append((name, against(decision.answer, baseline, error=decision.error)))
-    return rows
+    """Each baseline, and what the first plan saves against it, or why the baseline is not possible.
+
+    Baselines of which the same is to be said, such as those that are one plan, share a row.
+    """
+    names: dict[str, list[str]] = {}
+    fewer = {_devices(number): each for number, each in decision.fewer.items()}
+    for name, baseline in {**decision.baselines, **fewer}.items():
+        is_refused = isinstance(baseline, Refused)
+        text = _why_not(baseline) if is_refused else against(decision.answer, baseline, error=decision.error)
+        names.setdefault(text, []).append(name)
+    return [
+        (first, f"{text}; likewise {' and '.join(others)}" if others else text)
+        for text, (first, *others) in names.items()
+    ]
 
 
 def _why_not(baseline: Refused) -> str:

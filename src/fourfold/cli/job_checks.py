@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.environment.world import from_environment
+from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.run_files import WEIGHTS_NEED
@@ -21,15 +22,10 @@ if TYPE_CHECKING:
 
 def check_batch_size(batch_size: int | None, plan: Plan) -> None:
     """Raises SettingError where the data ranks and microbatches do not divide the batch; None: it is not known."""
-    parts = plan.dp * plan.microbatches
-    if batch_size is None or batch_size % parts == 0:
+    if batch_size is None:
         return
-    below = batch_size // parts * parts
-    fitting = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
-    need = "a batch divisible by dp × microbatches" if plan.microbatches > 1 else "a batch divisible by dp"
-    got = f"batch_size = {batch_size}, dp = {plan.dp}"
-    got += f", microbatches = {plan.microbatches}" if plan.microbatches > 1 else ""
-    raise SettingError(Problem(got, need, fitting), where="the settings")
+    if problems := batch_size_problems(batch_size, dp=plan.dp, microbatches=plan.microbatches):
+        raise SettingError(problems, where="the settings")
 
 
 def check_tokens(data: "DataInput", plan: Plan) -> None:

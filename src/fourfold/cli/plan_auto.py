@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fourfold.analysis.plan_words import best_baseline, plan_words
+from fourfold.analysis.plan_words import best_baseline, fewer_devices, plan_words
 from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
@@ -79,4 +79,6 @@ def format_decided(decision: Decision, question: Question) -> list[str]:
         name, baseline = found
         same = "it is the best baseline" if baseline.plan == answer.plan else reason(answer, baseline)
         lines.append(f"why    against {name}: {same}")
+    if fewer := fewer_devices(decision):
+        lines.append(f"note   {fewer}")
     return lines

@@ -38,9 +38,9 @@ def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
     if missing := [name for name in NEEDED if name not in named]:
         problems.append(Problem(f"a gpt without {' and '.join(missing)}", "its size", EXAMPLE))
     try:
-        source = None if missing else GptFacts(**values)
+        source = None if problems else GptFacts(**values)
     except PlanError as error:
         problems += error.problems
-    if problems or source is None:
+    if source is None:
         raise SettingError(problems, where=WHERE)
     return f"gpt of {values['layers']} layers, width {values['width']:,}", source

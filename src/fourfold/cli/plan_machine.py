@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import WHERE
 from fourfold.environment.world import num_cores
+from fourfold.plan.decide.answer import PREDICTION_ERROR
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
 from fourfold.plan.predict.facts import FactsSource
@@ -42,6 +43,10 @@ class Machine(NamedTuple):
         """Operations a second that a device does at most in this precision; None: not known."""
         row = COMPUTE_FORMATS.get(precision)
         return self.cluster.flops_per_second.get(row.dtype if row else "float32")
+
+    def with_fewer(self, num_devices: int, source: FactsSource) -> "Machine | None":
+        """The machine of which so many devices are used; None: it was not measured with as many, for this task."""
+        return calibrated_machine(source, num_devices) if self.is_here else self
 
 
 def described_machine(name: str, *, devices: int | None, network: float | None) -> Machine:
@@ -155,6 +160,7 @@ def _as_measured(calibration: "Calibration") -> Machine:
         products=ProductEfficiency(1.0, 0.0),
         host=Tier(0.0, passes.sizes[-1] / passes.seconds[-1]),
         network=None,
+        prediction_error=PREDICTION_ERROR,
     )
     ranks = "1 rank" if measured.ranks_per_host == 1 else f"{measured.ranks_per_host} ranks"
     return Machine(cluster, CalibratedPrices(calibration), f"{ranks} of this machine, as measured", is_here=True)

@@ -22,13 +22,14 @@ from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.layers import NO_DIMS
 from fourfold.plan.decide.progress import Progress
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.predict.facts import FactsSource, ModelFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
-from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.plan.tensor_dims import marked_dims
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
@@ -46,6 +47,10 @@ class ResizedSource:
     @property
     def update_spec(self) -> UpdateSpec:
         return self.source.update_spec
+
+    @property
+    def traits(self) -> ModelTraits:
+        return self.source.traits
 
     def facts(self, plan: Plan) -> ModelFacts:
         return self.source.facts(plan)
@@ -102,7 +107,21 @@ class Question:
         self.progress.best = None
         self.progress.begin("counting what the model computes")
         machine = self.machine
-        return decide(self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress)
+        decision = decide(
+            self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress
+        )
+        return dataclasses.replace(decision, fewer=self._fewer(decision.answer.plan.mesh.size))
+
+    def _fewer(self, num_devices: int) -> dict[int, Prediction]:
+        """The best baselines on 1, 2, 4, … devices, on those numbers where there is one."""
+        from fourfold.plan.decide.decide import best_baseline_on
+
+        found = {}
+        for number in (2**power for power in range((num_devices - 1).bit_length())):
+            machine = self.machine.with_fewer(number, self.source)
+            if machine is not None:
+                found[number] = best_baseline_on(number, self.ask, self.source, machine.prices, machine.cluster)
+        return {number: each for number, each in found.items() if each is not None}
 
 
 class TaskSource(NamedTuple):
@@ -178,7 +197,8 @@ def _command_of(arguments: PlanArguments) -> settings_file.Command:
     if arguments.name != GPT:
         return settings_file.parse_command(arguments.others)
     parsed = parse_args(arguments.others)
-    return settings_file.Command(GPT, parsed.plan_file, None, parsed.values)
+    file = None if parsed.plan_file is None else settings_file.read_settings_file(parsed.plan_file)
+    return settings_file.Command(GPT, parsed.plan_file if file is None else None, file, parsed.values)
 
 
 def _size_of(ask: Ask) -> int | None:
@@ -216,8 +236,8 @@ def with_batch_size(task: Task, name: str) -> Task:
 
 
 def gpt_task(words: Sequence[str]) -> TaskSource:
-    """The GPT that the words describe. Raises FourfoldError."""
-    return TaskSource(*gpt_source(words), None)
+    """The GPT that the words describe: a recipe among them is for the ask. Raises FourfoldError."""
+    return TaskSource(*gpt_source([word for word in words if not word.startswith(RECIPE_PREFIX)]), None)
 
 
 def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
@@ -244,8 +264,7 @@ def _ask_of_file(name: str | None) -> Ask:
         return Ask()
     if name.startswith(ASK_PREFIX):
         return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
-    text = recipe_text(name.removeprefix(RECIPE_PREFIX)) if name.startswith(RECIPE_PREFIX) else job.read_plan_text(name)
-    return Ask.from_toml(text, where=name)
+    return Ask.from_toml(job.read_plan_text(name), where=name)
 
 
 def task_words(arguments: PlanArguments) -> list[str]:
@@ -256,5 +275,5 @@ def task_words(arguments: PlanArguments) -> list[str]:
 
 def is_ask(word: str) -> bool:
     """Whether a word is the name of an ask, and not of a settings file."""
-    is_file = word.endswith(".toml") and settings_file.read_settings_file(word) is None
-    return is_file or word.startswith((ASK_PREFIX, RECIPE_PREFIX))
+    is_file = word.endswith(".toml") or word.startswith(RECIPE_PREFIX)
+    return word.startswith(ASK_PREFIX) or (is_file and settings_file.read_settings_file(word) is None)

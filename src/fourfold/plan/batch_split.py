@@ -6,6 +6,8 @@ Law: each sample, or token of it, is in one part.
 
 from typing import NamedTuple
 
+from fourfold.words.errors import Problem
+
 
 class BatchSplit(NamedTuple):
     """Data ranks have different samples; ranks that differ on sp have shards of the tokens of the same ones."""
@@ -23,3 +25,15 @@ class BatchSplit(NamedTuple):
     @property
     def num_parts(self) -> int:
         return self.num_ranks * self.num_microbatches
+
+
+def batch_size_problems(batch_size: int, *, dp: int, microbatches: int) -> list[Problem]:
+    """The samples of a step are divided evenly among data ranks and microbatches."""
+    parts = dp * microbatches
+    if batch_size % parts == 0:
+        return []
+    below = batch_size // parts * parts
+    attempt = f"batch_size={below} or {below + parts}" if below else f"batch_size={parts}"
+    need = "a batch divisible by dp × microbatches" if microbatches > 1 else "a batch divisible by dp"
+    got = f"batch_size = {batch_size}, dp = {dp}" + (f", microbatches = {microbatches}" if microbatches > 1 else "")
+    return [Problem(got, need, attempt)]

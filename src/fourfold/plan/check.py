@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
+from fourfold.plan.model_traits import TRAIT_FIELDS, ModelTraits, trait_problems
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline import conflicts
 from fourfold.plan.pipeline.division import stage_count_problems
@@ -289,14 +290,9 @@ def host_shard_problem(num_shards: int, num_hosts: int, ranks_per_host: int) -> 
     return Problem(f"shard = {num_shards} on {num_hosts} hosts of {ranks_per_host} ranks", need, attempt)
 
 
-def model_loss_problems(plan: Plan) -> list[Problem]:
-    """Why the model's own loss cannot be trained: with sp > 1 a rank has only some tokens of a sample."""
-    if plan.sp == 1:
-        return []
-    got = f"sp = {plan.sp} and loss = None: the model's own loss"
-    need = "a loss of each token and its target: a causal model shifts labels inside, past the rank's last token"
-    attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
-    return [Problem(got, need, attempt)]
+def model_trait_problems(plan: Plan, traits: ModelTraits) -> list[Problem]:
+    """Why the plan cannot be carried out with a model of these traits."""
+    return trait_problems({name: getattr(plan, name) for name in TRAIT_FIELDS}, plan.batch_split, traits)
 
 
 def step_hook_conflicts(plan: Plan) -> dict[str, str]:

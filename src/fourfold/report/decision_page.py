@@ -18,6 +18,8 @@ from fourfold.analysis.plan_text import (
 from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
+    equal_words,
+    fewer_devices,
     nearest_changes,
     plan_words,
     reasons,
@@ -64,11 +66,9 @@ def render_decision(decision: Decision, workload: Workload) -> str:
         render_card(_step_card(decision.answer), wide=True),
     ]
     body = f'{_tiles(decision.answer, workload)}<div class="cards">{"".join(cards)}</div>'
-    under = (
-        f"{workload.machine} · {decision.num_considered:,} plans considered · "
-        f"plans within {format_percent(decision.error)} of each other count as equal"
-    )
-    under = " · ".join([under, *host_lines(decision)])
+    fewer = [text] if (text := fewer_devices(decision)) else []
+    considered = f"{decision.num_considered:,} plans considered"
+    under = " · ".join([*fewer, workload.machine, considered, equal_words(decision), *host_lines(decision)])
     return render_page(f"Plan of {workload.task}", under, body)
 
 

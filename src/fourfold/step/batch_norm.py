@@ -14,8 +14,6 @@ from torch import nn
 from fourfold.parts.torch_private import BatchNormBase
 from fourfold.words.errors import Problem, TaskError
 
-FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
-
 
 def uses_batch_stats(norm: nn.Module) -> bool:
     """Whether a batch normalization, in its present mode, uses the statistics of the batch."""

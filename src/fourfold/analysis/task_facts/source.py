@@ -23,6 +23,8 @@ from fourfold.feed.data_input import open_data
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
 from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.plan.check import param_problems
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.plan import Plan
@@ -30,6 +32,7 @@ from fourfold.plan.predict.facts import ModelFacts
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch import find_positions, unpack_batch
 from fourfold.step.meta_model import build_meta_model
+from fourfold.step.model_checks import model_traits
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.step.pipeline.chain import Chain, find_chain, is_behind, map_stages, tied_parameters
@@ -73,6 +76,14 @@ class TaskFacts:
     @cached_property
     def _update_spec(self) -> UpdateSpec:
         return update_spec(self._model, self._optimizer, clip=self._task.clip, counts_states=True)
+
+    @property
+    def traits(self) -> ModelTraits:
+        return self._traits
+
+    @cached_property
+    def _traits(self) -> ModelTraits:
+        return model_traits(self._model)._replace(has_own_loss=self._task.loss is None)
 
     @cached_property
     def _optimizer(self):
@@ -129,6 +140,8 @@ class TaskFacts:
         if key in self._refused:
             raise PlanError(self._refused[key], where="the plan")
         try:
+            if problems := param_problems(Plan(), self.specs(Plan())):  # without weights there is no step to count
+                raise PlanError(problems)
             return count()
         except StepNeedsValues as error:
             raise with_bounds(error, forward_bounds(self._task.model, self._source)) from error

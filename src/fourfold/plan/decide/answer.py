@@ -19,7 +19,7 @@ from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.refusals import explain, explain_refused, nothing_fits
 from fourfold.plan.decide.search import Found, search
-from fourfold.plan.decide.space import Space
+from fourfold.plan.decide.space import Space, divisors
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
@@ -128,5 +128,6 @@ def _why_nothing(found: Found, question: Question) -> list[Problem]:
     if found.problems:
         return list(found.problems)
     got = f"{space.num_devices} devices, {space.batch_size} samples in a step, {space.num_blocks} blocks"
-    need = "a mesh: at most as many data ranks as samples, and as many places of the pipeline as blocks"
-    return [Problem(got, need, f"devices = {min(space.num_devices, space.batch_size)}, or fewer pinned axes")]
+    need = "a mesh: data ranks that divide the samples, and at most as many places of the pipeline as blocks"
+    fitting = max(size for size in divisors(space.batch_size) if size <= space.num_devices)
+    return [Problem(got, need, f"devices = {fitting}, or fewer pinned axes")]

@@ -19,9 +19,9 @@ from fourfold.plan.decide.space import CHOICES, Space, divisors
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.predict.prediction import Prediction
-from fourfold.words.errors import Problem
+from fourfold.words.errors import PlanError, Problem
 
-MEGATRON = "Megatron's layout"
+MEGATRON, ONE_DEVICE = "Megatron's layout", "one device"
 OPEN = ("microbatches", "recompute", "precision")
 ALONE = {"pp": 1, "sp": 1, "tp": 1}
 EVEN_STAGES = {"stages": "even"}
@@ -43,14 +43,16 @@ def price_baselines(
 ) -> dict[str, Prediction | Refused]:
     """The best plan of each baseline, estimated. One that differs from what the ask pins is refused, with its price."""
     question, progress = _Question(ask, space, pricing, limit_bytes), progress or Progress()
-    families, found = _families(space), dict[str, Prediction | Refused | None]()
+    families = {ONE_DEVICE: [{**ALONE, "dp": 1, "zero": 0}]} if space.num_devices == 1 else _families(space)
+    found: dict[str, Prediction | Refused | None] = {}
     progress.begin("pricing baselines", len(families) + 1)
     for name, pins in families.items():
         found[name] = each = _best_of(pins, question)
         progress.done += 1
         if isinstance(each, Prediction):
             progress.offer(each)
-    found[MEGATRON] = _megatron(question)
+    if space.num_devices > 1:
+        found[MEGATRON] = _megatron(question)
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -60,9 +62,10 @@ def _families(space: Space) -> dict[str, list[Pins]]:
     families: dict[str, list[Pins]] = {
         f"data parallelism, zero {zero}": [{**ALONE, "dp": size, "zero": zero}] for zero in FIELD_RULES["zero"].choices
     }
-    in_node: list[Pins] = [{"pp": 1, "sp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in _tensor_sizes(space)]
+    sizes = [tp for tp in _tensor_sizes(space) if tp > 1]
+    in_node: list[Pins] = [{"pp": 1, "sp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in sizes]
     families["tensor parallelism in a node"] = in_node
-    deep = [pp for pp in reversed(divisors(size)) if pp <= space.num_blocks]
+    deep = [pp for pp in reversed(divisors(size)) if 1 < pp <= space.num_blocks]
     one_f_one_b = {"sp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", **EVEN_STAGES}
     families["1F1B alone"] = [{**one_f_one_b, "pp": pp, "dp": size // pp} for pp in deep]
     return families
@@ -132,7 +135,10 @@ def _search(pins: Pins, question: _Question) -> Found:
     """The plans of a family."""
     ask = question.ask
     others = {name: getattr(Plan(), name) for name in CHOICES if name not in (*pins, *OPEN)}
-    family = Ask(**{**others, **dict.fromkeys(ask.requested, AUTO), **ask.pinned, **pins})
+    try:
+        family = Ask(**{**others, **dict.fromkeys(ask.requested, AUTO), **ask.pinned, **pins})
+    except PlanError as error:  # such as zero = 0, where the ask pins shard
+        return Found(problems=dict.fromkeys(error.problems))
     return search(family, question.space, question.pricing, limit_bytes=question.limit_bytes, margin=1.0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from fourfold.plan.decide.answer import PREDICTION_ERROR, Question, decide_among
 from fourfold.plan.decide.ask import Ask
+from fourfold.plan.decide.baselines import fitting, price_baselines
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.layers import NO_DIMS
 from fourfold.plan.decide.progress import Progress
@@ -13,7 +14,9 @@ from fourfold.plan.decide.step_pricing import StepPricing
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster
 from fourfold.plan.predict.facts import FactsSource
+from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import Prices
+from fourfold.words.errors import PlanError
 
 
 def decide(
@@ -23,17 +26,50 @@ def decide(
     cluster: Cluster,
     *,
     dims: Mapping[str, bool] = NO_DIMS,
-    error: float = PREDICTION_ERROR,
+    error: float | None = None,
     progress: Progress | None = None,
 ) -> Decision:
     """The best plan for a task, the others that come close, and why.
 
     dims   that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`:
            `marked_dims` of `plan/tensor_dims.py`
-    error  of a prediction: plans that are closer are called equal, and the simplest is the answer
+    error  of a prediction: plans that are closer count as equal, and the simplest is the answer; None: the cluster's
 
     Raises PlanError, with all problems, if no plan is legal, or with the least that would fit, if none fits.
     """
+    if error is None:
+        error = cluster.prediction_error or PREDICTION_ERROR
+    question, pricing = _question(ask, source, prices, cluster, dims=dims, error=error)
+    decision = decide_among(question, progress)
+    return dataclasses.replace(
+        decision,
+        host_order=pricing.host_order(decision.answer.plan),
+        is_error_known=cluster.prediction_error > 0,
+    )
+
+
+def best_baseline_on(
+    num_devices: int, ask: Ask, source: FactsSource, prices: Prices, cluster: Cluster
+) -> Prediction | None:
+    """The fastest baseline on so many devices; None: none fits and has what the ask pins, or there are not as many."""
+    try:
+        question, pricing = _question(ask.with_changes(devices=num_devices), source, prices, cluster)
+        baselines = price_baselines(question.ask, question.space, pricing, limit_bytes=question.limit_bytes)
+        best = min(fitting(baselines), key=lambda each: each.seconds, default=None)
+        return None if best is None else pricing.simulate(best.plan)
+    except PlanError:  # axes that are pinned make more devices
+        return None
+
+
+def _question(
+    ask: Ask,
+    source: FactsSource,
+    prices: Prices,
+    cluster: Cluster,
+    *,
+    dims: Mapping[str, bool] = NO_DIMS,
+    error: float = PREDICTION_ERROR,
+) -> tuple[Question, StepPricing]:
     if ask.devices is not None:
         cluster = cluster.resized(ask.devices)
     ask = ask.with_changes(devices=cluster.num_devices)
@@ -44,8 +80,7 @@ def decide(
         devices_per_host=cluster.devices_per_host,
         batch_size=source.batch_size,
         clip=source.update_spec.clip,
+        traits=source.traits,
     )
-    limit_bytes = float(ask.memory_bytes or cluster.memory_bytes)
     pricing = StepPricing(source, prices, cluster)
-    decision = decide_among(Question(ask, space, pricing, limit_bytes, dims, error), progress)
-    return dataclasses.replace(decision, host_order=pricing.host_order(decision.answer.plan))
+    return Question(ask, space, pricing, float(ask.memory_bytes or cluster.memory_bytes), dims, error), pricing

@@ -7,7 +7,7 @@ Law: nothing in a decision is slower than predicted of it, and the answer is not
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
@@ -57,10 +57,12 @@ class Decision:
     baselines       by name
     refused         the fastest plans that do not fit
     front           estimated plans of which none is slower and holds more than another, fastest first
-    error           predictions that are closer than this fraction are called equal
+    error           predictions that are closer than this fraction count as equal
+    is_error_known  predictions for this machine were compared with runs, and miss by about as much
     bound           no plan that was only estimated is faster than the fastest simulated one by more than this fraction,
                     provided that the estimate is as good for it as for the simulated ones
     num_considered  plans that were estimated
+    fewer           the best baseline on fewer devices, by their number, where one fits and has what the ask pins
     host_order      the hosts, by index, in the order in which the answer's ranks are numbered; empty: hosts are equal
     """
 
@@ -72,6 +74,8 @@ class Decision:
     bound: float
     num_considered: int
     host_order: tuple[int, ...] = ()
+    is_error_known: bool = False
+    fewer: Mapping[int, Prediction] = field(default_factory=dict)
 
     @property
     def answer(self) -> Prediction:

@@ -18,7 +18,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.space import CHOICES, Space, divisors
@@ -96,7 +95,7 @@ def _propose(plan: Plan, chain: Chain, generator: random.Random) -> Plan | None:
         proposal = Plan.from_dict(moved)
     except PlanError:
         return None
-    return None if combination_problems(proposal, clip=chain.space.clip) else proposal
+    return None if chain.space.problems(proposal) else proposal
 
 
 def _moves(ask: Ask) -> list[Callable[[Fields, Chain, random.Random], Fields | None]]:

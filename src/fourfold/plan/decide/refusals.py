@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.decision import Change, Refused
 from fourfold.plan.decide.pricing import Pricing
@@ -88,7 +87,7 @@ def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, 
             except PlanError:
                 continue  # such as ulysses that no longer divides sp: more than one field would have to change
             is_asked = ask.pinned.get("dp", changed_plan.dp) == changed_plan.dp
-            if is_asked and not combination_problems(changed_plan, clip=space.clip):
+            if is_asked and not space.problems(changed_plan):
                 yield name, value, changed_plan
 
 

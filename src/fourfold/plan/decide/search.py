@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
@@ -151,15 +150,21 @@ class _Searcher:
 
     def _group(self, fields: Fields) -> _Group | None:
         """The group of these fields; None: no plan of it can be carried out."""
-        first = next(expand(VARIANT_FIELDS, fields, self._ask, self._space), None)
-        if first is None:
-            return None
-        try:
-            plan = Plan.from_dict(first)
-            return _Group(self._pricing.floor(plan), fields, plan)
-        except PlanError as error:
-            self._note(error.problems)
-            return None
+        for variant in expand(VARIANT_FIELDS, fields, self._ask, self._space):
+            try:
+                plan = Plan.from_dict(variant)
+                problems = self._space.problems(plan)
+            except PlanError as error:  # such as zero = 0, where the ask pins shard
+                problems = error.problems
+            if problems:
+                self._note(problems)
+                continue
+            try:
+                return _Group(self._pricing.floor(plan), fields, plan)
+            except PlanError as error:
+                self._note(error.problems)
+                return None
+        return None
 
     def _has_lean(self, group: _Group) -> bool:
         """Whether a group has a lean variant that fits. Its estimate is a point of the time-memory front."""
@@ -239,7 +244,7 @@ class _Searcher:
     def _try_estimate(self, fields: Fields) -> Prediction | None:
         try:
             plan = Plan.from_dict(fields)
-            if problems := combination_problems(plan, clip=self._space.clip):
+            if problems := self._space.problems(plan):
                 raise PlanError(problems)
             return self._pricing.estimate(plan)
         except PlanError as error:

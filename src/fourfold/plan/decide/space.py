@@ -10,11 +10,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fourfold.plan.batch_split import batch_size_problems
+from fourfold.plan.check import combination_problems, model_trait_problems
 from fourfold.plan.decide.ask import Ask
+from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.predict.facts import ModelFacts, OperationKind
 from fourfold.plan.tensor_residual import SPLIT, WHOLE
+from fourfold.words.errors import Problem
 
 Fields = Mapping[str, Any]
 
@@ -27,6 +31,7 @@ class Space(NamedTuple):
     tokens            of a sample; None: it has none, or no attention by which ranks could share them
     clip              the norm to which gradients are clipped
     has_equal_blocks  all blocks compute the same: there is no layer to treat on its own
+    traits            what the model has that not every plan can be carried out with
     """
 
     num_devices: int
@@ -37,10 +42,22 @@ class Space(NamedTuple):
     tokens: int | None
     clip: float | None
     has_equal_blocks: bool = True
+    traits: ModelTraits = NO_TRAITS
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        """Why a plan is no candidate: its fields do not go together, or with the batch, or with the model."""
+        problems = combination_problems(plan, clip=self.clip) + model_trait_problems(plan, self.traits)
+        return problems + batch_size_problems(self.batch_size, dp=plan.dp, microbatches=plan.microbatches)
 
 
 def make_space(
-    facts: ModelFacts, *, num_devices: int, devices_per_host: int | None, batch_size: int, clip: float | None
+    facts: ModelFacts,
+    *,
+    num_devices: int,
+    devices_per_host: int | None,
+    batch_size: int,
+    clip: float | None,
+    traits: ModelTraits = NO_TRAITS,
 ) -> Space:
     """The space of a task. `facts`: of a plan for one device."""
     kinds = {operation.kind for segment in facts.segments for operation in segment.operations}
@@ -54,6 +71,7 @@ def make_space(
         facts.tokens if OperationKind.ATTENTION in kinds else None,
         clip,
         len({(block.operations, tuple(block.saved_bytes.items())) for block in facts.blocks}) <= 1,
+        traits,
     )
 
 
@@ -90,12 +108,14 @@ def _pipeline_sizes(space: Space, chosen: Fields) -> list[int]:
 def _data_sizes(space: Space, chosen: Fields) -> list[int]:
     inner = chosen["tp"] * chosen["sp"] * chosen["pp"]
     dp = space.num_devices // inner
-    return [dp] if space.num_devices % inner == 0 and dp <= space.batch_size else []
+    return [dp] if space.num_devices % inner == 0 and space.batch_size % dp == 0 else []
 
 
 def _microbatches(space: Space, chosen: Fields) -> list[int]:
-    """So that the data rank with most samples has as many in each microbatch."""
-    return divisors(-(-space.batch_size // chosen["dp"]))
+    """Those that divide the samples of a data rank; statistics of a batch need it whole."""
+    batch_norm = chosen.get("batch_norm", Plan().batch_norm)
+    is_whole = batch_norm == "sync" or (space.traits.batch_norms and batch_norm == "refuse")
+    return [1] if is_whole or space.batch_size % chosen["dp"] else divisors(space.batch_size // chosen["dp"])
 
 
 def _rings(_: Space, chosen: Fields) -> list[str]:

@@ -54,6 +54,7 @@ class Cluster:
     overlap_slowdown  by what computing is slower while a collective is in flight
     offload_bandwidth  bytes per second between a device and its host's memory; infinite where devices are the host
     host_speeds        by host, where they differ: how fast its devices compute, relative to the numbers here
+    prediction_error   the fraction by which predictions of its steps miss; 0: none was compared with a run there
     """
 
     name: str
@@ -71,6 +72,7 @@ class Cluster:
     overlap_slowdown: float = 1.0
     offload_bandwidth: float = math.inf
     host_speeds: tuple[float, ...] = ()
+    prediction_error: float = 0.0
 
     @property
     def num_devices(self) -> int:

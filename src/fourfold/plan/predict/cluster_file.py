@@ -59,6 +59,7 @@ FIELDS: dict[str, Field] = {
     "reserve": Field(Dimension.BYTES, default=0.0, allows_zero=True),
     "launch": Field(Dimension.SECONDS, default=0.0, allows_zero=True),
     "offload_bandwidth": RATE,
+    "prediction_error": Field(default=0.0),
     "overlap_slowdown": Field(default=1.0, minimum=1.0, maximum=10.0),
     "products.highest": FRACTION,
     "products.half": Field(Dimension.OPERATIONS, default=0.0, allows_zero=True),
@@ -206,4 +207,5 @@ def _make(values: Mapping[str, Any], numbers: Mapping[str, float], *, has_networ
         reserve_bytes=numbers["reserve"],
         overlap_slowdown=numbers["overlap_slowdown"],
         offload_bandwidth=numbers.get("offload_bandwidth", math.inf),
+        prediction_error=numbers["prediction_error"],
     )

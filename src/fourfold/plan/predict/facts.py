@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
@@ -171,4 +172,9 @@ class FactsSource(Protocol):
     @property
     def update_spec(self) -> UpdateSpec:
         """How gradients become an update; with the number of optimizer states."""
+        ...
+
+    @property
+    def traits(self) -> ModelTraits:
+        """What the model has that not every plan can be carried out with."""
         ...

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import divide, division_problems, stage_names
 from fourfold.plan.plan import Plan
@@ -49,6 +50,7 @@ class GptFacts:
     fused_attention: bool = False
     scatter: bool = True
     update_spec: UpdateSpec = ADAM
+    traits: ModelTraits = NO_TRAITS
     _facts: dict[tuple[object, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False, compare=False)
     _specs: dict[tuple[object, ...], list[ParamSpec]] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import divide, division_problems, stage_names
 from fourfold.plan.plan import Plan
@@ -25,6 +26,7 @@ BLOCKS = ((3, 64), (4, 128), (6, 256), (3, 512))
 EXPANSION, STEM_CHANNELS, CLASSES = 4, 64, 1000
 FLOAT32_BYTES = 4
 MOMENTUM = UpdateSpec(optimizer="SGD", num_states=(1,))
+NORMS = ModelTraits(batch_norms=("bn1", "layer1.0.bn1", "layer1.0.bn2", "layer1.0.bn3"))
 
 
 class Convolution(NamedTuple):
@@ -99,6 +101,7 @@ class ResNetFacts:
     batch_size: int
     image: int = 224
     update_spec: UpdateSpec = MOMENTUM
+    traits: ModelTraits = NORMS
     _facts: dict[str, ModelFacts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,114 @@
+"""Model traits: what a model has that some plans cannot be carried out with, and which plans these are.
+
+trait   names of modules whose results depend on how a batch is split, on who writes weights, or on what code is seen
+Law: a training, `fourfold show` and the planner ask the same function, so none of them accepts what another refuses.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fourfold.plan.batch_norm import SYNC
+from fourfold.plan.batch_split import BatchSplit
+from fourfold.words.errors import Problem
+
+TRAIT_FIELDS = ("pp", "tp", "sp", "zero", "update", "precision", "batch_norm")
+FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
+
+
+class ModelTraits(NamedTuple):
+    """Names of modules, in the order of the model.
+
+    batch_norms        that use the statistics of the batch
+    own_group_norms    SyncBatchNorms with a process group of their own
+    frequency_scaled   trained embeddings with `scale_grad_by_freq`
+    renormalized       embeddings with `max_norm`
+    compiled           compiled modules; compiles_norms: there is batch normalization in them
+    has_own_loss       the loss is the model's own
+    """
+
+    batch_norms: tuple[str, ...] = ()
+    own_group_norms: tuple[str, ...] = ()
+    frequency_scaled: tuple[str, ...] = ()
+    renormalized: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
+    compiles_norms: bool = False
+    has_own_loss: bool = False
+
+
+NO_TRAITS = ModelTraits()
+
+
+def trait_problems(values: Mapping[str, Any], split: BatchSplit, traits: ModelTraits) -> list[Problem]:
+    """Why a plan cannot be carried out with a model of these traits. `values`: its TRAIT_FIELDS."""
+    problems, parts = _embedding_problems(values["precision"], split, traits), split.num_parts
+    if traits.batch_norms and values["batch_norm"] == "refuse" and parts > 1:
+        need = f"no statistics over a batch that is split into {parts} parts"
+        attempt = f'{SYNC}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
+        problems.append(Problem(f"batch normalization at {_listed(traits.batch_norms)}", need, attempt))
+    if traits.own_group_norms and values["batch_norm"] == "sync":
+        got = f"{SYNC} and its own process group at {_listed(traits.own_group_norms)}"
+        attempt = "SyncBatchNorm(…, process_group=None)"
+        problems.append(Problem(got, "statistics of all ranks, which one device has", attempt))
+    problems += _compiled_problems(values, traits)
+    return problems + (own_loss_problems(values["sp"]) if traits.has_own_loss else [])
+
+
+def own_loss_problems(sp: int) -> list[Problem]:
+    """Why the model's own loss cannot be trained: with sp > 1 a rank has only some tokens of a sample."""
+    if sp == 1:
+        return []
+    got = f"sp = {sp} and loss = None: the model's own loss"
+    need = "a loss of each token and its target: a causal model shifts labels inside, past the rank's last token"
+    attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
+    return [Problem(got, need, attempt)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' …' if names[3:] else ''}"
+
+
+def _embedding_problems(precision: str, split: BatchSplit, traits: ModelTraits) -> list[Problem]:
+    """Embedding options that depend on all indices of the batch: a part of the batch has only its own."""
+    parts, problems = split.num_parts, []
+    if parts > 1 and traits.frequency_scaled:
+        got = f"scale_grad_by_freq at {_listed(traits.frequency_scaled)}, and a batch that is split into {parts} parts"
+        need = "gradients that do not depend on how often an index occurs in the batch: a part counts only its own"
+        problems.append(Problem(got, need, "scale_grad_by_freq=False"))
+    names, attempt = _listed(traits.renormalized), "max_norm=None, and F.normalize of the vectors after the lookup"
+    if names and split.num_ranks > 1:
+        got = f"max_norm at {names}, and samples on {split.num_ranks} ranks"
+        need = "weights that forward does not change: each rank would renormalize only the rows of its own samples"
+        problems.append(Problem(got, need, attempt))
+    elif names and precision != "keep":
+        got = f'max_norm at {names}, and precision = "{precision}"'
+        need = "weights that forward does not change: it sees rounded copies, not the weights that are updated"
+        problems.append(Problem(got, need, attempt))
+    return problems
+
+
+def _compiled_problems(values: Mapping[str, Any], traits: ModelTraits) -> list[Problem]:
+    """Fourfold sees neither which weights compiled code uses, nor its calls of attention and batch normalization."""
+    if not traits.compiled:
+        return []
+    where = f"compiled code at {_listed(traits.compiled)}"
+    pp, tp, sp = (values[axis] for axis in ("pp", "tp", "sp"))
+    sees_weights = "to see when a weight is used, which compiled code hides"
+    rules = [
+        (values["update"] == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
+        (values["zero"] == 3, "zero = 3", sees_weights, "zero = 2"),
+        (
+            tp > 1,
+            f"tp = {tp}",
+            "to replace layers, which compiled code has inlined",
+            "tp = 1",
+        ),
+        (pp > 1, f"pp = {pp}", "hooks of its own in each forward, which compiled code ignores", "pp = 1"),
+        (sp > 1, f"sp = {sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
+        (
+            values["batch_norm"] == "sync" and traits.compiles_norms,
+            SYNC,
+            "to see each call of batch normalization, which compiled code hides",
+            "compiling parts of the model without it",
+        ),
+    ]
+    return [Problem(f"{got} and {where}", need, attempt) for is_set, got, need, attempt in rules if is_set]
