@@ -222,7 +222,9 @@ def cases(draw: st.DrawFn) -> Case:
         )
     update_spec = UpdateSpec(draw(st.sampled_from([None, None, 1.0])), num_states=(2,))
     has_tied_head, has_bare_blocks = draw(st.booleans()), draw(st.booleans())
-    num_blocks = pp * int(fields.get("interleave", 1)) if has_bare_blocks else 16  # some stages have no weights
+    num_blocks = (
+        pp * (1 + (fields.get("schedule") == "interleaved")) if has_bare_blocks else 16
+    )  # some stages have no weights
     facts = ChainFacts(
         num_blocks,
         batch_size=dp * microbatches * 4,

@@ -59,8 +59,13 @@ FEW = settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.gen
 
 
 def space_of(source: ChainFacts, cluster: Cluster = SMALL) -> Space:
-    sizes = {"num_devices": cluster.num_devices, "devices_per_host": cluster.devices_per_host}
-    return make_space(source.facts(Plan()), **sizes, batch_size=source.batch_size, clip=source.update_spec.clip)
+    return make_space(
+        source.facts(Plan()),
+        num_devices=cluster.num_devices,
+        devices_per_host=cluster.devices_per_host,
+        batch_size=source.batch_size,
+        clip=source.update_spec.clip,
+    )
 
 
 def enumerate_all(ask: Ask, pricing: StepPricing, space: Space) -> dict[Plan, Prediction]:
@@ -161,7 +166,9 @@ def test_a_dearer_action_never_gives_a_faster_answer(source, prices, ask, name, 
 )
 def test_no_plan_is_answered_that_a_training_would_refuse(traits, pinned, batch_size):
     source = ChainFacts(num_blocks=4, width=16, batch_size=batch_size, traits=traits)
-    decision = decide(Ask(**pinned), source, LinearPrices(), SMALL)
+    decision = try_decide(Ask(**pinned), source, LinearPrices())
+    assume(decision is not None)
+    assert decision is not None
     priced = [each for each in decision.baselines.values() if isinstance(each, Prediction)]
     for each in (*decision.ranked, *decision.front, *decision.refused, *priced):
         assert not model_trait_problems(each.plan, traits)

@@ -7,7 +7,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.cli.job import parse_job, prepare_job
 from fourfold.cli.plan_question import trained_task
-from fourfold.cli.run_commands import _print_recipe
+from fourfold.cli.settings_file import recipe_lines
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import recipe_fields, recipe_names, recipe_summary
 from fourfold.words.errors import FourfoldError, PlanError
@@ -43,12 +43,12 @@ def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, t
     assert refused == split
 
 
-def test_a_recipe_brings_settings_of_the_run_which_words_replace(capsys):
+def test_a_recipe_brings_settings_of_the_run_which_words_replace():
     for words, clip in (((), None), (("clip=2",), 2.0)):
         job = parse_job(["digits", "recipe:pipedream", *words])
         assert (job.task.clip, job.plan) == (clip, Plan.recipe("pipedream"))
-        _print_recipe(["digits", "recipe:pipedream", *words])
-        assert capsys.readouterr().out == ("" if words else "recipe:pipedream: clip = none\n")
+        said = recipe_lines(["digits", "recipe:pipedream", *words])
+        assert said == ([] if words else ["recipe:pipedream: clip = none"])
     source = trained_task(["lm", "recipe:pipedream"]).source
     assert source.update_spec.clip is None
 

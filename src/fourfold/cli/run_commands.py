@@ -33,7 +33,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, sweep
+    from fourfold.cli import job, settings_file, sweep
     from fourfold.cli.named_files import check_named_files
     from fourfold.launcher.process_defaults import check_num_processes
 
@@ -48,7 +48,8 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if world is None or world.rank == 0:
-        _print_recipe(words)
+        for line in settings_file.recipe_lines(words):
+            print(line, flush=True)
     if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
 
         def check() -> dict[str, Any]:
@@ -69,17 +70,6 @@ def train(words: Sequence[str], processes: str | None) -> int:
         rank_main.train(ready, world)
         return 0
     return _launch_run(run)
-
-
-def _print_recipe(words: Sequence[str]) -> None:
-    """Say which settings of the run a recipe brings with it; those of the command come first."""
-    from fourfold.cli.settings_file import parse_command
-
-    command = parse_command(words)
-    if (file := command.settings_file) is not None:
-        own = {key: value for key, value in file.settings_of_recipe.items() if key not in command.values}
-        for key, value in own.items():
-            print(f"{file.path}: {key} = {value}", flush=True)
 
 
 def _launch_run(run: "_CheckedRun", *, is_forked: bool = False) -> int:

@@ -39,11 +39,6 @@ class SettingsFile:
     problems: Sequence[Problem] = ()
 
     @property
-    def settings_of_recipe(self) -> Mapping[str, Any]:
-        """The settings of the run that a recipe has; empty for a user's own file."""
-        return self.sections[RUN] if self.path.startswith(RECIPE_PREFIX) else {}
-
-    @property
     def task(self) -> str | None:
         """The task as the command line would name it in the current folder; None if the file names none."""
         name = self.sections[TASK].get(TASK_NAME)
@@ -173,6 +168,15 @@ def parse_command(words: Sequence[str]) -> Command:
         got = f"the task {named}, and {file.task} in {file.path}"
         raise SettingError(Problem(got, "one task", f"no name in [task] of {file.path}"), where="the command line")
     return Command(named or file.task or DEFAULT_TASK, None, file, parsed.values)
+
+
+def recipe_lines(words: Sequence[str]) -> list[str]:
+    """What to say of the settings of the run that a recipe brings with it: those that no word replaces."""
+    command = parse_command(words)
+    file = command.settings_file
+    if file is None or not file.path.startswith(RECIPE_PREFIX):
+        return []
+    return [f"{file.path}: {key} = {value}" for key, value in file.sections[RUN].items() if key not in command.values]
 
 
 def read_settings_file(path: str) -> SettingsFile | None:

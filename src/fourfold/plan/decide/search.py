@@ -151,20 +151,25 @@ class _Searcher:
     def _group(self, fields: Fields) -> _Group | None:
         """The group of these fields; None: no plan of it can be carried out."""
         for variant in expand(VARIANT_FIELDS, fields, self._ask, self._space):
-            try:
-                plan = Plan.from_dict(variant)
-                problems = self._space.problems(plan)
-            except PlanError as error:  # such as zero = 0, where the ask pins shard
-                problems = error.problems
-            if problems:
-                self._note(problems)
-                continue
-            try:
-                return _Group(self._pricing.floor(plan), fields, plan)
-            except PlanError as error:
-                self._note(error.problems)
-                return None
+            plan = self._candidate(variant)
+            if plan is not None:
+                try:
+                    return _Group(self._pricing.floor(plan), fields, plan)
+                except PlanError as error:
+                    self._note(error.problems)
+                    return None
         return None
+
+    def _candidate(self, fields: Fields) -> Plan | None:
+        """The plan of these fields; None: they do not go together, or not with the batch or the model."""
+        try:
+            plan = Plan.from_dict(fields)
+            problems = self._space.problems(plan)
+        except PlanError as error:
+            self._note(error.problems)
+            return None
+        self._note(problems)
+        return None if problems else plan
 
     def _has_lean(self, group: _Group) -> bool:
         """Whether a group has a lean variant that fits. Its estimate is a point of the time-memory front."""
@@ -242,11 +247,9 @@ class _Searcher:
         return self._estimates[key]
 
     def _try_estimate(self, fields: Fields) -> Prediction | None:
+        plan = self._candidate(fields)
         try:
-            plan = Plan.from_dict(fields)
-            if problems := self._space.problems(plan):
-                raise PlanError(problems)
-            return self._pricing.estimate(plan)
+            return None if plan is None else self._pricing.estimate(plan)
         except PlanError as error:
             self._note(error.problems)
             return None
