@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import Phase, assume, given, settings
@@ -139,7 +140,7 @@ def test_the_bound_counts_plans_that_were_left_out():
     pricing.wobble = 0.05
     kept = [pricing.estimate(Plan(microbatches=count)) for count in (1, 2)]
     cutoff = max(each.seconds for each in kept) * 1.001
-    limits = {"limit_bytes": math.inf, "error": 0.0}
+    limits: dict[str, Any] = {"limit_bytes": math.inf, "error": 0.0}
     alone, among = choose(kept, [], pricing, **limits), choose(kept, [], pricing, **limits, cutoff=cutoff)
     assert alone.bound == 0.0
     ratio = min(1.0, *(pricing.simulate(each.plan).seconds / each.seconds for each in kept))

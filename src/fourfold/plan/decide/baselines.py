@@ -43,7 +43,8 @@ def price_baselines(
 ) -> dict[str, Prediction | Refused]:
     """The best plan of each baseline, estimated. One that differs from what the ask pins is refused, with its price."""
     question, progress = _Question(ask, space, pricing, limit_bytes), progress or Progress()
-    families = {ONE_DEVICE: [{**ALONE, "dp": 1, "zero": 0}]} if space.num_devices == 1 else _families(space)
+    one_device: list[Pins] = [{**ALONE, "dp": 1, "zero": 0}]
+    families = {ONE_DEVICE: one_device} if space.num_devices == 1 else _families(space)
     found: dict[str, Prediction | Refused | None] = {}
     progress.begin("pricing baselines", len(families) + 1)
     for name, pins in families.items():
