@@ -2,11 +2,13 @@
 
 import json
 import socket
+import time
+import types
 from collections.abc import Iterator
 
 import pytest
 
-from fourfold.parts.comm.peer_beats import Peer, PeerBeats
+from fourfold.parts.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
 from fourfold.trainer import link_watch
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 from fourfold.trainer.link_watch import LinkWatch
@@ -49,11 +51,28 @@ def test_a_beat_is_answered_and_says_whether_its_sender_waits(pair) -> None:
     second.listen(0.05)
     first.listen(0.05)
     assert second.peers[0].is_waiting
-    assert 0 < first.peers[1].answer_seconds < 10
+    assert 0 < first.peers[1].fastest_seconds == first.peers[1].answer_seconds < 1
+    for _ in range(NUM_ANSWERS):  # lost ones
+        first.beat(is_waiting=True)
+    assert first.peers[1].answer_seconds == BEAT_SECONDS
     assert first.peers[1].heard_at is not None
     second.close()
     first.listen(0.05)
     assert first.peers[1].has_left
+
+
+def test_a_thread_that_was_held_up_does_not_call_its_peers_silent(pair, monkeypatch) -> None:
+    first, second = pair
+    first.peers[1].heard_at = time.monotonic()
+    held_up_until = time.monotonic() + 60
+
+    def recvfrom(num_bytes: int) -> tuple[bytes, tuple[str, int]]:
+        monkeypatch.setattr("time.monotonic", lambda: held_up_until)
+        raise TimeoutError
+
+    monkeypatch.setattr(first, "_socket", types.SimpleNamespace(settimeout=lambda _: None, recvfrom=recvfrom))
+    watch = LinkWatch(first, stepping(0.0), pytest.fail, 20.0)
+    assert watch.look(first.listen(0.05)) == ""  # beats may have come since it began to wait
 
 
 @pytest.mark.parametrize(
@@ -89,42 +108,59 @@ def test_silence_is_told_once_by_one_of_the_two_and_ends_both_after_the_limit(pa
     assert watches[0].look(900.0) == ""
 
 
+def answering(peer: Peer, seconds: float, *, fastest: float = 0.001, at: float, is_waiting: bool = True) -> None:
+    peer.heard_at, peer.is_waiting, peer.fastest_seconds = at, is_waiting, fastest
+    peer.answers.append(seconds)
+
+
 @pytest.mark.parametrize(
-    ("now", "step_seconds", "waits", "peer_waits", "expected"),
+    ("now", "step_seconds", "waits", "peer_waits", "answer_seconds", "fastest", "expected"),
     [
-        (104.0, 0.1, True, True, True),
-        (102.0, 0.1, True, True, False),  # not yet three beats
-        (104.0, 2.0, True, True, False),  # steps take long here
-        (104.0, 0.1, False, True, False),  # this rank computes
-        (104.0, 0.1, True, False, False),  # the peer does
+        (104.0, 0.1, True, True, 0.25, 0.001, True),
+        (102.0, 0.1, True, True, 0.25, 0.001, False),  # not yet three beats
+        (104.0, 2.0, True, True, 0.25, 0.001, False),  # steps take long here
+        (104.0, 0.1, False, True, 0.25, 0.001, False),  # this rank computes
+        (104.0, 0.1, True, False, 0.25, 0.001, False),  # the peer does
+        (104.0, 0.1, True, True, 0.04, 0.001, False),  # both wait for another rank of theirs
+        (104.0, 0.1, True, True, 0.25, 0.1, False),  # a long way: the link was never faster
     ],
 )
-def test_a_link_is_slow_if_both_its_ends_wait_much_longer_than_steps_take(
-    pair, monkeypatch, now: float, step_seconds: float, waits: bool, peer_waits: bool, expected: bool
+def test_a_link_is_slow_if_its_answers_are_while_both_its_ends_wait_much_longer_than_steps_take(
+    pair,
+    monkeypatch,
+    now: float,
+    step_seconds: float,
+    waits: bool,
+    peer_waits: bool,
+    answer_seconds: float,
+    fastest: float,
+    expected: bool,
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(link_watch, "main_thread_waits", lambda: waits)
-    peer = pair[0].peers[1]
-    peer.heard_at, peer.is_waiting, peer.answer_seconds = now - 0.5, peer_waits, 0.25
+    answering(pair[0].peers[1], answer_seconds, fastest=fastest, at=now - 0.5, is_waiting=peer_waits)
     watch = LinkWatch(pair[0], stepping(100.0, step_seconds=step_seconds), said.append, None)
     assert (watch.look(now), watch.look(now)) == ("", "")
     text = "rank 0 (host a) and rank 1 (host b): a slow link: both have waited for 4 s in a step, which took 100 ms; an"
     assert [each.startswith(text) for each in said] == [True] * expected
 
 
-def test_the_link_that_answers_much_slower_than_others_is_the_slow_one(pair, monkeypatch) -> None:
+def test_of_several_links_the_slowest_is_named_by_the_first_of_its_ends(pair, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)
-    first = pair[0]
-    first.peers |= {index: Peer(index, "cd"[index - 2], ("127.0.0.1", 9)) for index in (2, 3)}
-    for peer in first.peers.values():
-        peer.heard_at, peer.is_waiting, peer.answer_seconds = 103.9, True, 0.01
-    heartbeat = stepping(100.0)
-    LinkWatch(first, heartbeat, said.append, None).look(104.0)
-    assert not said  # the slow link is one of other hosts
-    first.peers[2].answer_seconds = 0.2
-    LinkWatch(first, heartbeat, said.append, None).look(104.0)
-    assert said[0].startswith("rank 0 (host a) and rank 2 (host c): a slow link")
+    first, second = pair
+    for beats in pair:
+        beats.peers |= {index: Peer(index, "cd"[index - 2], ("127.0.0.1", 9)) for index in (2, 3)}
+        for peer in beats.peers.values():
+            answering(peer, 0.9 if peer.rank == 0 else 0.1 * peer.rank, at=103.9)
+    LinkWatch(second, stepping(100.0), said.append, None).look(104.0)
+    answering(second.peers[0], 0.001, at=103.9)
+    LinkWatch(second, stepping(100.0), said.append, None).look(104.0)
+    LinkWatch(first, stepping(100.0), said.append, None).look(104.0)
+    assert [text.partition(":")[0] for text in said] == [
+        "rank 1 (host b) and rank 3 (host d)",
+        "rank 0 (host a) and rank 3 (host d)",
+    ]
 
 
 def test_a_thread_of_its_own_sees_whether_the_main_thread_waits() -> None:

@@ -1,13 +1,13 @@
 """Link watch: a thread on the first rank of each host that says which link between hosts is slow or cut.
 
 silent   a peer of which nothing was heard for MISSED_BEATS beats
-slow     a link whose two ends wait in a step that lasts much longer than their steps do
+slow     a link whose answers take much longer than they did, while its two ends wait in a step that lasts much longer
+         than their steps do
 Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
 """
 
 import contextlib
 import os
-import statistics
 import sys
 import threading
 import time
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from fourfold.environment.standard_streams import print_stderr
-from fourfold.parts.comm import polling
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
 from fourfold.trainer.heartbeat import Heartbeat
@@ -27,7 +26,8 @@ from fourfold.words.errors import REQUEUE_EXIT_CODE
 MISSED_BEATS = 3
 LISTEN_SECONDS = 0.1
 SLOW_FACTOR = 3  # of a step's usual length
-ANSWER_FACTOR = 5  # of the time that this host's other peers take to answer
+ANSWER_FACTOR = 5  # of the link's quickest answer
+MIN_SLOW_SECONDS = 0.05  # for an answer: what a busy host may take
 
 
 @contextlib.contextmanager
@@ -46,12 +46,12 @@ def links_watched(
     watch, ended = LinkWatch(beats, heartbeat, say, timeout_seconds), threading.Event()
 
     def run() -> None:
+        next_beat = 0.0
         while not ended.is_set():
-            beats.beat(is_waiting=main_thread_waits())
-            next_beat = time.monotonic() + BEAT_SECONDS
-            while not ended.is_set() and time.monotonic() < next_beat:
-                beats.listen(LISTEN_SECONDS)
-            if lost := watch.look(time.monotonic()):
+            if time.monotonic() >= next_beat:
+                beats.beat(is_waiting=main_thread_waits())
+                next_beat = time.monotonic() + BEAT_SECONDS
+            if lost := watch.look(beats.listen(LISTEN_SECONDS)):
                 _exit(lost, heartbeat, logger)
 
     thread = threading.Thread(target=run, name="fourfold links", daemon=True)
@@ -113,24 +113,22 @@ class LinkWatch:
         return heartbeat.is_stepping and is_new and now - heartbeat.phase_start > limit and main_thread_waits()
 
     def _slowest(self) -> Peer | None:
-        """The peer that answers slowest, if this host tells of that link and the peer too waits for others."""
-        peers = {index: peer for index, peer in self._beats.peers.items() if not peer.has_left}
-        if not peers:
+        """The peer that answers slowest, if that link is slow, this host tells of it, and the peer waits too."""
+        peers = [(index, peer) for index, peer in self._beats.peers.items() if not peer.has_left]
+        index, peer = max(peers, key=lambda each: each[1].answer_seconds, default=(-1, None))
+        if peer is None or index < self._beats.index or not peer.is_waiting:
             return None
-        index = max(peers, key=lambda index: peers[index].answer_seconds)
-        others = [peer.answer_seconds for other, peer in peers.items() if other != index]
-        stands_out = not others or peers[index].answer_seconds > ANSWER_FACTOR * statistics.median(others)
-        is_told_here = self._beats.index < index and peers[index].is_waiting
-        return peers[index] if stands_out and is_told_here else None
+        limit = max(MIN_SLOW_SECONDS, ANSWER_FACTOR * peer.fastest_seconds)
+        return peer if peer.answer_seconds > limit else None
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread of this process waits for other hosts: for other ranks, and not in shared memory."""
+    """Whether the main thread of this process waits for other ranks."""
     frame, names = sys._current_frames().get(threading.main_thread().ident or 0), []
     while frame is not None and len(names) < MAX_FRAMES:
         names.append(frame.f_code.co_filename)
         frame = frame.f_back
-    return waits_for_peers(names) and polling.__file__ not in names
+    return waits_for_peers(names)
 
 
 def _print_error(text: str) -> None:

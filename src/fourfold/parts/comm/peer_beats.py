@@ -8,13 +8,15 @@ Law: a datagram that does not hold the job's token changes nothing, and none hol
 
 import contextlib
 import json
+import math
 import os
 import platform
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fourfold.environment import launchers
 from fourfold.environment.rendezvous import TCPRendezvous, find_rendezvous
@@ -24,6 +26,7 @@ from fourfold.words.errors import LaunchError
 BEAT_SECONDS = 1.0
 MAX_BYTES = 256
 BYE_COPIES = 3  # datagrams may be lost
+NUM_ANSWERS = 3
 BEAT, ANSWER, BYE = "beat", "answer", "bye"
 Address = tuple[str, int]
 
@@ -32,17 +35,24 @@ Address = tuple[str, int]
 class Peer:
     """The first rank of another host. Times are of the monotonic clock.
 
-    heard_at        when the last datagram came from it; None before the first
-    answer_seconds  how long it took to answer the last beat that it has answered
+    heard_at         when the last datagram came from it; None before the first
+    answers          how long it took to answer the last beats, in seconds
+    fastest_seconds  the quickest answer so far
     """
 
     rank: int
     host: str
     address: Address
     heard_at: float | None = None
-    answer_seconds: float = 0.0
+    answers: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_ANSWERS))
+    fastest_seconds: float = math.inf
     is_waiting: bool = False
     has_left: bool = False
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long an answer takes at present, at best: one alone may have waited for a core."""
+        return min(self.answers, default=0.0)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host})"
@@ -59,18 +69,25 @@ class PeerBeats:
         """Send a beat to every peer."""
         self._number, self._sent_at = self._number + 1, time.monotonic()
         for peer in self.peers.values():
+            peer.answers.append(BEAT_SECONDS)  # at least, unless the answer comes
             self._send(peer.address, BEAT, self._number, is_waiting=is_waiting)
 
-    def listen(self, seconds: float) -> None:
-        """Take in what comes within so many seconds, and answer it."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self._socket.settimeout(left)
+    def listen(self, seconds: float) -> float:
+        """Take in what comes within so many seconds, and answer it. Returns when it last began to wait.
+
+        What has come before that moment is taken in. Later this thread may have been held up, with beats unread.
+        """
+        began = time.monotonic()
+        end = began + seconds
+        while (now := time.monotonic()) < end:
+            began = now
+            self._socket.settimeout(end - began)
             try:
                 content, address = self._socket.recvfrom(MAX_BYTES)
             except OSError:  # the time is over; or the network says that a datagram did not arrive, as silence will
                 continue
             self._take(content, address)
+        return began
 
     def close(self) -> None:
         for _ in range(BYE_COPIES):
@@ -92,7 +109,8 @@ class PeerBeats:
         if kind == BEAT and type(number) is int:
             self._send(address, ANSWER, number, is_waiting=peer.is_waiting)
         elif kind == ANSWER and number == self._number:
-            peer.answer_seconds = now - self._sent_at
+            peer.answers[-1] = now - self._sent_at
+            peer.fastest_seconds = min(peer.fastest_seconds, peer.answers[-1])
 
     def _send(self, address: Address, kind: str, number: int, *, is_waiting: bool) -> None:
         content = json.dumps([self._token, kind, self.index, number, is_waiting]).encode()
