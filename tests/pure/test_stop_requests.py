@@ -87,20 +87,29 @@ def child(body: str, folder: Path, *, limit: float = 600.0) -> "subprocess.Popen
 def start(script: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", script, *arguments]
-    process = subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def test_a_process_whose_step_does_not_end_is_terminated_and_its_stack_reported(tmp_path: Path) -> None:
-    stuck = child("block_in_c()", tmp_path, limit=0.2)
+WAITS = """from fourfold.trainer.heartbeat import WAIT_WORDS, known_waits
+known_waits.write_to(heartbeat._words[WAIT_WORDS])
+with known_waits.waiting_for("an origin"):
+    block_in_c()"""
+
+
+@pytest.mark.parametrize(("body", "wait"), [("block_in_c()", ""), (WAITS, ", waiting for an origin")])
+def test_a_process_whose_step_does_not_end_is_terminated_and_its_stack_reported(
+    tmp_path: Path, body: str, wait: str
+) -> None:
+    stuck = child(body, tmp_path, limit=0.2)
     stuck.send_signal(signal.SIGTERM)
     _, err = stuck.communicate(timeout=SECONDS)
     assert stuck.returncode == 75
     assert err.startswith(
-        "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS); "
-        "nothing is saved, and the same command starts over\nit was here, innermost first\n"
+        "fourfold: stopped by SIGTERM: no step, evaluation or checkpoint ended within 0.2 s (FOURFOLD_STOP_SECONDS)"
+        f"{wait}; nothing is saved, and the same command starts over\nit was here, innermost first\n"
     )
     assert ", in block_in_c\n" in err
 
@@ -112,6 +121,48 @@ def test_sigterm_before_training_ends_a_process_that_waits_in_c(tmp_path: Path) 
     stuck.send_signal(signal.SIGTERM)
     _, err = stuck.communicate(timeout=SECONDS)
     assert (stuck.returncode, err) == (75, "fourfold: stopped by SIGTERM; run the same command again\n")
+
+
+AFTER = """
+import atexit
+import fourfold.cli
+from fourfold.cli import entry
+
+
+def end():
+    print("ready", flush=True)
+    sys.stdin.read()
+
+
+def run(_):
+    with stop_signal.handle_stop_signals(heartbeat, Path("."), World(), limit_seconds=9.0):
+        os.fork() or os._exit(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    if sys.argv[1] == "first":
+        atexit.register(end)
+
+
+if sys.argv[1] == "last":
+    atexit.register(end)
+entry.main = run
+fourfold.cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("exit_function", "expected"),
+    [
+        ("first", (75, "fourfold: stopped by SIGTERM; run the same command again\n")),
+        ("last", (0, "")),  # Python has no handlers from here on
+    ],
+)
+def test_sigterm_after_its_work_never_ends_a_command_with_pythons_own_code(
+    tmp_path: Path, exit_function: str, expected: tuple[int, str]
+) -> None:
+    ending = start(CHILD.partition("with stop_signal")[0] + AFTER, tmp_path, exit_function)
+    ending.send_signal(signal.SIGTERM)
+    _, err = ending.communicate("", timeout=SECONDS)
+    assert (ending.returncode, err) == expected
 
 
 BUSY = "while True: time.sleep(0.01)"

@@ -5,6 +5,7 @@ Processes of a node are threads with a cache object each, or real processes wher
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import subprocess
@@ -368,6 +369,11 @@ def test_delays_double_up_to_the_longest_and_end():
     delays = list(Backoff(first=1.0, longest=8.0, give_up=60.0).delays())
     assert all(0.5 * base <= delay <= base for base, delay in zip([1, 2, 4, 8, 8, 8], delays, strict=False))
     assert 60 / 8 <= len(delays) <= 12
+
+
+def test_an_origin_is_given_up_in_time_if_its_attempts_take_long(monkeypatch):
+    monkeypatch.setattr("time.monotonic", itertools.count(0.0, 4.0).__next__)
+    assert len(list(Backoff(first=0.1, give_up=10.0).delays())) == 2
 
 
 def test_a_file_that_is_shorter_than_the_manifest_says_is_named(tmp_path):

@@ -1,28 +1,34 @@
-"""Early SIGTERM: a command that has not begun its work yet answers SIGTERM with one line and the exit code 75.
+"""Early SIGTERM: a command that has not begun its work, or has ended it, answers SIGTERM with one line and exit code 75.
 
-early  from the first line of the command until training, or the launcher of its ranks, handles SIGTERM itself
+early  while neither training nor the launcher of its ranks handles SIGTERM itself: before them, and after them
 Law: a scheduler that ends a job early starts the same command again, whatever the command was doing.
 
 Python's own default would end the process with code 143. This module imports next to nothing: it comes first.
 """
 
+import _thread
+import atexit
 import os
 import signal
 from types import FrameType
 
 LINE = b"fourfold: stopped by SIGTERM; run the same command again\n"
 _SIGTERM = {signal.SIGTERM}
+_answering = _thread.allocate_lock()
 
 
 def install() -> None:
     """From now on SIGTERM ends this process with exit code 75. Changes nothing if SIGTERM is handled or ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, exit_requeued)
+        atexit.register(_ignore)  # the first that is registered is the last that runs
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
 
 
 def exit_requeued(number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
     """The handler. It may run in the middle of an import, so it imports nothing and raises nothing."""
+    if not _answering.acquire(blocking=False):
+        return  # another thread is about to end this process
     try:
         os.write(2, LINE)
     finally:
@@ -54,6 +60,12 @@ def _watch(reader: int) -> None:
     while numbers := os.read(reader, 4096):
         if signal.SIGTERM in numbers and is_installed():
             exit_requeued()
+
+
+def _ignore() -> None:
+    """Python drops its handlers before it frees what torch holds, which takes a while; the exit code stands by now."""
+    if is_installed():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def restore() -> None:

@@ -30,6 +30,11 @@ class KnownWait(NamedTuple):
     since: float = 0.0
     until: float = 0.0
 
+    @property
+    def clause(self) -> str:
+        """For the end of a sentence; "" if the process does not wait."""
+        return f", waiting for {self.what}" if self.what else ""
+
 
 class _Waits:
     """The waits of this process, oldest first."""

@@ -277,7 +277,8 @@ class Agent(LocalElasticAgent):
         who = " and ".join(names[rank] for rank in hang.ranks)
         has, hangs, it_was = ("has", "hangs", "it was") if len(hang.ranks) == 1 else ("have", "hang", "they were")
         why = f"{has} been stopped by a signal" if hang.is_stopped else hangs
-        text = f"{who} {why}: no step in {hang.seconds:.0f} s, so {it_was} killed"
+        wait = self._heartbeats.read()[hang.ranks[0]].wait
+        text = f"{who} {why}: no step in {hang.seconds:.0f} s{wait.clause}, so {it_was} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
         return failure_report.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 

@@ -79,6 +79,11 @@ class Heartbeat:
         return {index: wait for index, wait in waits.items() if wait.since}
 
     @property
+    def wait(self) -> KnownWait:
+        """What this rank waits for, as far as it knows it."""
+        return known_waits.read(self._words[self._offset :][WAIT_WORDS])
+
+    @property
     def phase_start(self) -> float:
         """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
         return self._phase_start

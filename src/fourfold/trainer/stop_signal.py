@@ -80,9 +80,11 @@ def handle_stop_signals(
 
 def _unhandled_signals() -> list[signal.Signals]:
     """The stop signals that the user does not handle: Python's default handlers, or our own of a command's start."""
-    early_sigterm.restore()
-    default = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    return [number for number, handler in default.items() if signal.getsignal(number) is handler]
+    default = {
+        signal.SIGTERM: (signal.SIG_DFL, early_sigterm.exit_requeued),
+        signal.SIGINT: (signal.default_int_handler,),
+    }
+    return [number for number, handlers in default.items() if signal.getsignal(number) in handlers]
 
 
 class StopSignalHandler:
@@ -187,7 +189,8 @@ class StopSignalHandler:
         self._exit(number, why, f"\nit was here, innermost first\n{stack}")
 
     def _limit_text(self) -> str:
-        return f"no step, evaluation or checkpoint ended within {self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
+        limit = f"{self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
+        return f"no step, evaluation or checkpoint ended within {limit}{self._heartbeat.wait.clause}"
 
     def _exit(self, number: int, text: str, details: str = "") -> NoReturn:
         try:
@@ -210,6 +213,7 @@ def _restore_after_fork() -> None:
     """In a forked child: its signals are its own, and must not be written into the parent's pipe."""
     while _active_handlers:
         _active_handlers.pop().restore_handlers()
+    early_sigterm.restore()
 
 
 os.register_at_fork(after_in_child=_restore_after_fork)

@@ -44,8 +44,8 @@ class Backoff:
 
     def delays(self) -> Iterator[float]:
         """The delays, each shortened at random by up to a half, so that ranks do not all come back at once."""
-        total, delay = 0.0, self.first
-        while total < self.give_up:
+        begin, total, delay = time.monotonic(), 0.0, self.first
+        while max(total, time.monotonic() - begin) < self.give_up:  # attempts take time too
             yield delay * random.uniform(0.5, 1.0)
             total += delay
             delay = min(2 * delay, self.longest)
