@@ -62,7 +62,7 @@ def test_a_beat_is_answered_and_says_whether_its_sender_waits(pair) -> None:
 
 
 def test_a_thread_that_was_held_up_does_not_call_its_peers_silent(pair, monkeypatch) -> None:
-    first, second = pair
+    first, _ = pair
     first.peers[1].heard_at = time.monotonic()
     held_up_until = time.monotonic() + 60
 

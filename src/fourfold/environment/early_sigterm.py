@@ -1,4 +1,4 @@
-"""Early SIGTERM: a command that has not begun its work, or has ended it, answers SIGTERM with one line and exit code 75.
+"""Early SIGTERM: a command that has not begun its work, or has done it, answers SIGTERM with one line and code 75.
 
 early  while neither training nor the launcher of its ranks handles SIGTERM itself: before them, and after them
 Law: a scheduler that ends a job early starts the same command again, whatever the command was doing.
