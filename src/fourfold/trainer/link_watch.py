@@ -102,6 +102,7 @@ class LinkWatch:
                 self._say(f"{names} have heard nothing of each other for {silence:.0f} s{limit}")
         elif not is_silent and index in self._silent_since:
             since = self._silent_since.pop(index)
+            peer.answers.clear()  # those that were lost say nothing of the link as it is now
             if tells:
                 self._say(f"{names} hear each other again, after {heard_at - since:.0f} s")
         return ""

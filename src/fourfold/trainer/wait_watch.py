@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from fourfold.environment.known_waits import KnownWait, waiting_for
+from fourfold.environment.known_waits import waiting_for
 from fourfold.parts.torch_dispatch import compilations_noted
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.progress import format_duration
@@ -59,10 +59,6 @@ def wait_text(heartbeat: Heartbeat, now: float) -> str:
     waits = {index: wait for index, wait in heartbeat.waits().items() if now - wait.since >= SHOWN_SECONDS}
     if not waits:
         return ""
-    index = min(waits, key=lambda index: waits[index].since)
-    return _format_wait(index, waits[index], now, num_ranks=heartbeat.num_ranks)
-
-
-def _format_wait(index: int, wait: KnownWait, now: float, *, num_ranks: int) -> str:
-    who = f"rank {index} waits" if num_ranks > 1 else "waits"
+    index, wait = min(waits.items(), key=lambda each: each[1].since)
+    who = f"rank {index} waits" if heartbeat.num_ranks > 1 else "waits"
     return f"{who} {format_duration(now - wait.since)} for {wait.what}"

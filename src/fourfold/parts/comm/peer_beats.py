@@ -51,8 +51,8 @@ class Peer:
 
     @property
     def answer_seconds(self) -> float:
-        """How long an answer takes at present, at best: one alone may have waited for a core."""
-        return min(self.answers, default=0.0)
+        """The quickest of the last NUM_ANSWERS, because one alone may have waited for a core; 0 before so many."""
+        return min(self.answers) if len(self.answers) == NUM_ANSWERS else 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host})"
