@@ -11,7 +11,7 @@ from fourfold.launcher.failure_report import Cause
 from fourfold.launcher.heartbeat_file import HeartbeatFile
 from fourfold.launcher.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatRecord
-from fourfold.words.errors import CheckpointError, PeerError, StoppedError, TrainingError
+from fourfold.words.errors import READING, CheckpointError, PeerError, StoppedError, TrainingError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)
 FAILED = Cause("rank 1 of 2 failed", 1, 1)
@@ -66,6 +66,30 @@ def test_the_same_error_twice_at_one_step_ends_the_job() -> None:
     assert failures((KeyError("a"), 5), (KeyError("a"), 6), (KeyError("a"), 6)) == [True, True, False]
     assert failures((KeyError("<a at 0x7f1>"), 5), (KeyError("<a at 0x7f2>"), 5)) == [True, False]
     assert failures(*[(PeerError("rank 0 died"), 5)] * 3) == [True] * 3  # no error of the program
+    for one, other in (
+        ("at 12:30:07.25, process 4711", "at 12:31:19.02, process 4893"),
+        ("no file /tmp/tmp7a3_x9k1/part", "no file /tmp/tmpq0_1zz8b/part"),
+        ("unexpected {'a', 'b', 'c'}", "unexpected {'c', 'a', 'b'}"),
+        ("attempt 3 failed", "attempt 11 failed"),
+    ):
+        assert failures((ValueError(one), 5), (ValueError(other), 5)) == [True, False], one
+
+
+def test_errors_of_other_samples_or_with_other_words_are_other_errors() -> None:
+    def error(sample: int, text: str = "truncated after 512 bytes") -> Exception:
+        error = ValueError(text)
+        error.add_note(f"{READING}sample {sample} of Faces")
+        return error
+
+    assert failures((error(7), 5), (error(8), 5), (error(8), 5)) == [True, True, False]
+    assert failures((error(7), 5), (error(7, "no such file"), 5)) == [True, True]
+
+
+def test_the_step_of_an_error_is_the_same_where_an_attempt_begins_right_before_it() -> None:
+    budget = RestartBudget(SupervisionPolicy(max_restarts=9, has_heartbeat=True))
+    record = failure_report.make_record(KeyError("a"), rank=0)
+    cause = failure_report.first_cause({0: record}, {}, ["rank 0"])
+    assert [budget.allows_restart(cause, at(*each)) for each in ((6, 0), (-1, 6))] == [True, False]
     assert restart_decisions([(5, 0)] * 3, of=KILLED) == [True] * 3
 
 
@@ -75,10 +99,12 @@ def test_a_script_whose_steps_are_unknown_restarts_as_often_as_it_is_allowed() -
     assert [budget.allows_restart(cause, at(-1, -1)) for _ in range(4)] == [True, True, True, False]
 
 
-def test_a_job_that_ends_with_the_same_error_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaths", [[(5, 0), (5, 0)], [(5, 0), (5, 4)], [(5, 0), (-1, 5)]])
+def test_a_job_that_ends_with_the_same_error_says_so(tmp_path: Path, deaths: list[tuple[int, int]]) -> None:
+    """Also where the second attempt had a newer checkpoint, so that its restart is not counted."""
     budget = RestartBudget(SupervisionPolicy(max_restarts=9, has_heartbeat=True, run_dir=tmp_path))
     cause = failure_report.first_cause({0: failure_report.make_record(KeyError("a"), rank=0)}, {}, ["rank 0"])
-    assert [budget.allows_restart(cause, at(5)), budget.allows_restart(cause, at(5))] == [True, False]
+    assert [budget.allows_restart(cause, at(*each)) for each in deaths] == [True, False]
     text = budget.exhausted_text(cause)
     assert text.startswith("gave up after 1 restart: the same error came again after step 5\n  look at")
     assert "restarts=" not in text

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
 from fourfold.words.error_notes import user_frame
-from fourfold.words.errors import DataError, FourfoldError, Problem
+from fourfold.words.errors import READING, DataError, FourfoldError, Problem
 from fourfold.words.task import Source
 
-READING = "while reading "
 MAX_NAMED_SAMPLES = 8
 
 

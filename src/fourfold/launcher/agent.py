@@ -286,8 +286,8 @@ class Agent(LocalElasticAgent):
         names = [f"rank {rank} of {self.num_ranks}" for rank in range(self.num_ranks)]
         if not self.policy.has_heartbeat:
             return names
-        steps = [beat.step for beat in self._heartbeats.read()]
-        times = [f"after step {step}" if step >= 0 else "before its first step" for step in steps]
+        steps = [beat.done_step for beat in self._heartbeats.read()]
+        times = [f"after step {step}" if step > 0 else "before its first step" for step in steps]
         return [f"{name} (host {self._host}, {when})" for name, when in zip(names, times, strict=True)]
 
     # ---- processes

@@ -27,6 +27,7 @@ from fourfold.words.errors import (
     INTERRUPT_EXIT_CODE,
     PEER_FAILED,
     PEER_GONE_MESSAGES,
+    READING,
     FourfoldError,
     PeerError,
     StoppedError,
@@ -34,7 +35,7 @@ from fourfold.words.errors import (
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
-ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, in its repr
+WORD = re.compile(r"\w+")
 ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
 
@@ -67,7 +68,7 @@ class Cause:
     signal      the number of the signal that killed it
     is_final    another attempt would end in the same way
     is_stopped  the job was asked to stop, and did
-    error       the type and the text of an error of the program, by which it is recognized; "" for another cause
+    error       what an error of the program is recognized by when it comes again; "" for another cause
     """
 
     text: str
@@ -191,8 +192,17 @@ def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
     if entry.kind in (SystemExit.__name__, INTERRUPTED):
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
-    error = "" if entry.is_echo else ADDRESS.sub("", f"{entry.kind}: {entry.message}")
+    error = "" if entry.is_echo else _identity(entry)
     return Cause(text, entry.exit_code, entry.rank, is_final=entry.final, error=error)
+
+
+def _identity(entry: FailureRecord) -> str:
+    """The error's type, the words of its message and the samples that were being read.
+
+    Words with digits do not count (addresses, times, counters, temporary files), nor does the order (a set's).
+    """
+    words = sorted(word for word in WORD.findall(entry.message) if not any(map(str.isdigit, word)))
+    return " ".join([entry.kind, *words, *(line for line in entry.text.splitlines() if line.startswith(READING))])
 
 
 def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:

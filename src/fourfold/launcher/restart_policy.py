@@ -56,7 +56,7 @@ class RestartBudget:
         self.num_used = 0
         self._last_step = self._resumed_step = -1
         self._last_failure: tuple[str, int] | None = None
-        """The last error of the program, and the last step of the rank that raised it."""
+        """The last error of the program, and the last step that was done before it."""
         self._is_repeated = False
         """Whether the error before was the same."""
 
@@ -69,7 +69,7 @@ class RestartBudget:
         has_no_step = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
         failure = None
         if cause.error and cause.rank is not None and self._policy.has_heartbeat:
-            failure = cause.error, heartbeats[cause.rank].step
+            failure = cause.error, heartbeats[cause.rank].done_step
         self._is_repeated, self._last_failure = failure is not None and failure == self._last_failure, failure
         if cause.is_final or has_no_step or self._is_repeated or self.num_used >= self._policy.max_restarts:
             return False
@@ -78,17 +78,18 @@ class RestartBudget:
 
     def exhausted_text(self, cause: Cause) -> str:
         """What to report if the job does not start again after restarts; otherwise ""."""
-        is_used_up = self.num_used >= self._policy.max_restarts
-        if cause.is_final or self.num_used == 0 or not (is_used_up or self._is_repeated):
+        # The restart after which the same error came may not be counted: it had a newer checkpoint to resume from.
+        num_used = max(self.num_used, int(self._is_repeated))
+        if cause.is_final or num_used == 0 or not (self._is_repeated or num_used >= self._policy.max_restarts):
             return ""
-        gave_up = f"gave up after {self.num_used} restart{'s' * (self.num_used > 1)}"
+        gave_up = f"gave up after {num_used} restart{'s' * (num_used > 1)}"
         if self._policy.run_dir is None:
             return gave_up
-        if is_used_up:
+        if self._last_failure is not None and self._is_repeated:
+            gave_up, attempt = f"{gave_up}: the same error came again after step {self._last_failure[1]}", ""
+        else:
             gave_up += f" in a row without getting past step {max(self._last_step, 0)}"
             attempt = f", or restarts={10 * self._policy.max_restarts} if the machine is to blame"
-        else:
-            gave_up, attempt = f"{gave_up}: the same error came again after step {max(self._last_step, 0)}", ""
         return (
             f"{gave_up}\n"
             f"  look at   the error above; earlier ones are in {self._policy.run_dir / FAULTS_FILE}\n"

@@ -47,6 +47,11 @@ class HeartbeatRecord(NamedTuple):
     typical_seconds: float
     wait: KnownWait = KnownWait()
 
+    @property
+    def done_step(self) -> int:
+        """The last step of the run that is done, here or in the attempt from which this one resumed."""
+        return max(self.step, self.resumed_step)
+
     def limit_seconds(self, min_seconds: float) -> float:
         """How long the present phase may last."""
         if self.phase == STEPPING:

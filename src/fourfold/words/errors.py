@@ -20,6 +20,8 @@ INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as in a shell: a person pressed Ctrl-
 
 MAX_TEXT = 3000  # characters of a part of a problem
 
+READING = "while reading "  # begins the note of an error that names the samples which were being read
+
 # Parts of the messages of torch and gloo that mean: the peer process is gone.
 PEER_GONE_MESSAGES = (
     "connection closed by peer",
