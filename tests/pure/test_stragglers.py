@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fourfold.environment.processes import processor_delay_seconds
 from fourfold.plan.stragglers import (
-    DELAY,
     STRAGGLER_FACTOR,
     find_steady_stragglers,
     find_stragglers,
@@ -38,18 +37,6 @@ def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one()
 def test_one_slow_step_makes_no_straggler():
     slow = [EVEN] * 18 + [{**EVEN, "data": 5.0}] * 2
     assert find_stragglers([median_step_seconds([EVEN] * 20), median_step_seconds(slow)], Mesh(dp=2)) == []
-
-
-def test_a_rank_whose_processor_others_use_is_no_straggler():
-    busy = [{"forward": 0.029, DELAY: 0.026}, {"forward": 0.003, DELAY: 0.0}]  # equal work
-    assert find_stragglers(busy, Mesh(dp=2)) == []
-    slow = [{"forward": 0.029, "data": 0.0, DELAY: 0.001}, {"forward": 0.003, "data": 0.0, DELAY: 0.002}]
-    (found,) = find_stragglers(slow, Mesh(dp=2))
-    assert (found.rank, found.place, found.seconds) == (0, "forward", pytest.approx(0.028))
-
-
-def test_a_rank_that_only_waits_for_others_without_a_processor_makes_them_no_stragglers():
-    assert find_stragglers([{"forward": 0.010, DELAY: 0.0}, {"forward": 0.010, DELAY: 0.009}], Mesh(dp=2)) == []
 
 
 def test_only_a_rank_that_is_slow_in_every_segment_is_a_straggler():

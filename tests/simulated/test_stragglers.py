@@ -1,14 +1,22 @@
 """Laws of straggler detection in real steps. Ranks are threads."""
 
+import itertools
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from fourfold.parts.comm import meter, polling
 from fourfold.plan.plan import Plan
+from fourfold.step import executor
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.stragglers import WINDOW_STEPS, StragglerDetector
+from fourfold.words.noop import noop
+from fourfold.words.program import Action, Verb
 
 SECONDS = 0.02
 BATCH = (torch.ones(2, 4), torch.zeros(2))
@@ -76,3 +84,30 @@ def test_straggler_detection_communicates_once_per_window():
     # launch order.
     for _, exchanges in threads.run(2, body):
         assert exchanges == 2 + 6
+
+
+def test_busy_seconds_have_no_part_in_which_this_thread_waited_or_others_had_the_processor(monkeypatch):
+    """A delay in a wait is part of the wait: a rank that waits on a busy machine does not look faster than it is."""
+    now = delay = 0.0
+
+    def run(seconds: float, delayed: float) -> bool:
+        nonlocal now, delay
+        now, delay = now + seconds + delayed, delay + delayed
+        return True
+
+    def forward(*_: Any) -> None:
+        run(0.020, delayed=0.007)
+        polls = itertools.count()
+        polling.wait_until(lambda: next(polls) >= polling.NUM_SPINS and run(0.010, delayed=0.030), noop, own)
+        with own.counted():
+            run(0.010, delayed=0.030)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for module in (executor, meter):
+        monkeypatch.setattr(module, "processor_delay_seconds", lambda: delay)
+    own, done = meter.CommMeter(), SimpleNamespace(finish=noop)
+    step: Any = SimpleNamespace(parts=SimpleNamespace(meter=own, edges=done, tied=done), done_early=())
+    verbs: Any = {Verb.FORWARD: forward, Verb.UPDATE: lambda *_: run(0.004, delayed=0.009)}
+    busy = executor._walk([Action(Verb.FORWARD, 0, 0), Action(Verb.UPDATE, 0, 0)], step, verbs)
+    assert busy == pytest.approx({"forward": 0.020, "update": 0.004})
+    assert own.waiting_seconds == pytest.approx(0.080)

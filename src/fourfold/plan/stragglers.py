@@ -1,9 +1,9 @@
 """Stragglers: ranks for which the others wait, step after step.
 
-busy       seconds of a step that a rank spends on its own work, by phase; waiting for other ranks is not part of it
-delay      seconds of a step in which the rank's thread was ready and other threads had the processors
-straggler  a rank that is busy, without its delay, for more than STRAGGLER_FACTOR times the median of the others, and
-           for at least MIN_EXCESS_SECONDS longer
+busy       seconds of a step that a rank spends on its own work, by phase; neither waiting for other ranks is part of
+           it, nor the time in which others had the processors
+straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others, and for at least
+           MIN_EXCESS_SECONDS longer
 others     the ranks that do the same work on other samples and tokens: those that differ on dp and sp only
 segment    of the steps that are judged together; a straggler is one in each of them
 Law: a rank is judged by its typical step, so neither a slow step nor a processor that others use makes a straggler.
@@ -17,14 +17,13 @@ from fourfold.words.mesh import Mesh
 
 STRAGGLER_FACTOR = 1.5
 MIN_EXCESS_SECONDS = 0.002  # smaller differences are noise of the system
-DELAY = "delay"  # among the phases of a step
 
 
 @dataclass(frozen=True)
 class Straggler:
     """A rank for which the others wait.
 
-    seconds        per step that it is busy, without its delay; `others_seconds`: that the others are
+    seconds        per step that it is busy; `others_seconds`: that the others are
     place          the phase of the step in which it loses most; `place_seconds`, `others_place_seconds`: spent there
     The field names are keys of the log on disk.
     """
@@ -60,15 +59,12 @@ def find_steady_stragglers(segments: Sequence[Sequence[Mapping[str, float]]], me
 def find_stragglers(busy: Sequence[Mapping[str, float]], mesh: Mesh) -> list[Straggler]:
     """The stragglers, in rank order. `busy`: by rank, the typical step as `median_step_seconds` gives it."""
     stragglers = []
-    delays = [row.get(DELAY, 0.0) for row in busy]
-    busy = [{name: seconds for name, seconds in row.items() if name != DELAY} for row in busy]
     for rank, row in enumerate(busy):
-        total = sum(row.values()) - delays[rank]
+        total = sum(row.values())
         others = [busy[other] for other in mesh.peers(rank, "dp", "sp") if other != rank]
         if not others:
             continue
-        # The higher of two middle values: at most half of the ranks can be stragglers. The others' delay counts, since
-        # part of it may lie in the time in which they wait for this rank.
+        # The higher of two middle values: at most half of the ranks can be stragglers.
         usual = median_high(sum(other.values()) for other in others)
         if total <= STRAGGLER_FACTOR * usual or total - usual < MIN_EXCESS_SECONDS:
             continue

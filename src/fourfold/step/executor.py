@@ -8,6 +8,7 @@ Law: it never reorders. The program gives the order, and the table of verbs says
 import time
 from collections.abc import Iterable, Mapping
 
+from fourfold.environment.processes import processor_delay_seconds
 from fourfold.step.evaluation_verbs import EVALUATION, INFERENCE
 from fourfold.step.step_state import StepState
 from fourfold.step.update_timing import UpdateTiming
@@ -17,6 +18,8 @@ from fourfold.words.program import Action, Verb
 
 VERB_NAMES = {verb: verb.name.lower().replace("_", "-") for verb in Verb}
 
+MIN_DELAYED_SECONDS = 2e-4  # of an action after which the kernel is asked for the delay, which takes some microseconds
+
 
 class Executor:
     """Runs the steps of one rank."""
@@ -25,7 +28,8 @@ class Executor:
         self._timing = timing
         self._error: BaseException | None = None
         self.busy_seconds: dict[str, float] = {}
-        """By verb name: the time of the actions of the last training step, without waits."""
+        """By verb name, the time of the actions of the last training step: without waits, and without the time in which
+        this thread was ready and others had the processors."""
 
     def train(self, program: Iterable[Action], step: StepState) -> None:
         """One optimizer update.
@@ -68,8 +72,9 @@ class Executor:
 
 
 def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbFunction]) -> dict[str, float]:
-    """Run the actions in their order. Returns the seconds of each verb, without waits."""
+    """Run the actions in their order. Returns `Executor.busy_seconds`."""
     meter, busy_seconds = step.parts.meter, dict[str, float]()
+    delay = processor_delay_seconds() - meter.delay_seconds
     for action in program:
         if action in step.done_early:
             continue
@@ -78,6 +83,9 @@ def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbF
             verbs[action.verb](step, action)
         spent = time.perf_counter() - begin - (meter.waiting_seconds - waited)
         name = VERB_NAMES[action.verb]
+        if spent > MIN_DELAYED_SECONDS:
+            before, delay = delay, processor_delay_seconds() - meter.delay_seconds
+            spent -= delay - before
         busy_seconds[name] = busy_seconds.get(name, 0.0) + spent
     step.parts.edges.finish()
     step.parts.tied.finish()

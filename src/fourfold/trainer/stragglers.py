@@ -8,8 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fourfold.environment.processes import processor_delay_seconds
-from fourfold.plan.stragglers import DELAY, find_steady_stragglers, median_step_seconds
+from fourfold.plan.stragglers import find_steady_stragglers, median_step_seconds
 from fourfold.step.train_step import TrainStep
 
 SEGMENT_STEPS, NUM_SEGMENTS = 20, 3
@@ -30,15 +29,13 @@ class StragglerDetector:
     def __init__(self, step: TrainStep, log: StragglerLog) -> None:
         self._step, self._log = step, log
         self._steps: list[dict[str, float]] = []
-        self._delay = processor_delay_seconds()
         self._reported_ranks: set[int] = set()
 
     def step_done(self, step_number: int, data_seconds: float | None) -> None:
         """Step `step_number` of the run has ended, after a wait of `data_seconds`. Collective once in WINDOW_STEPS."""
         if self._step.plan.mesh.size == 1:
             return
-        before, self._delay = self._delay, processor_delay_seconds()
-        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds, DELAY: self._delay - before})
+        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds})
         if len(self._steps) < WINDOW_STEPS:
             return
         starts = range(0, WINDOW_STEPS, SEGMENT_STEPS)

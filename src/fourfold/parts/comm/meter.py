@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fourfold.environment.processes import processor_delay_seconds
 from fourfold.words.noop import noop
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import NULL_RECORDER, Recorder
@@ -24,6 +25,8 @@ class CommMeter:
         """Records waits, messages, and this rank's part of each reduction: the one place where it is set."""
         self.waiting_seconds = 0.0
         """Seconds spent moving gradients and waiting for other ranks."""
+        self.delay_seconds = 0.0
+        """The part of them in which this thread was ready and others had the processors."""
         self.sent_bytes = 0.0
         """Bytes of gradients, weights and tokens sent over process groups, counted as for rings."""
 
@@ -36,9 +39,11 @@ class CommMeter:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Count the time within as waiting, without recording a wait."""
-        begin, before = time.perf_counter(), self.waiting_seconds
+        waited, delayed = self.waiting_seconds, self.delay_seconds
+        begin, delay = time.perf_counter(), processor_delay_seconds()
         yield
-        self.waiting_seconds = before + time.perf_counter() - begin
+        self.waiting_seconds = waited + time.perf_counter() - begin
+        self.delay_seconds = delayed + processor_delay_seconds() - delay
 
     def reducing(self, reduction_index: int | None) -> AbstractContextManager[Any]:
         """Within, this rank does its part of a reduction; None: of one that is not recorded."""

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
-from fourfold.words.trace_events import Recorder
+from fourfold.parts.comm.meter import CommMeter
 
 NUM_SPINS = 200
 YIELD_SECONDS = 0.002
@@ -18,16 +18,16 @@ POLL_SECONDS = 0.0002
 LIVENESS_CHECK_SECONDS = 0.05
 
 
-def wait_until(is_reached: Callable[[], bool], check: Callable[[float], None], recorder: Recorder) -> float:
-    """Wait until `is_reached()`; returns the seconds waited, 0 if spinning was enough.
+def wait_until(is_reached: Callable[[], bool], check: Callable[[float], None], meter: CommMeter) -> None:
+    """Wait until `is_reached()`. A wait for which spinning is enough is not counted.
 
     `check(seconds waited so far)` is called every LIVENESS_CHECK_SECONDS and raises if the wait is in vain.
     """
     for _ in range(NUM_SPINS):
         if is_reached():
-            return 0.0
+            return
     begin = last_check = time.perf_counter()
-    with recorder.waiting():
+    with meter.timed():
         while not is_reached():
             now = time.perf_counter()
             if now - begin < YIELD_SECONDS:
@@ -37,4 +37,3 @@ def wait_until(is_reached: Callable[[], bool], check: Callable[[float], None], r
             if now - last_check > LIVENESS_CHECK_SECONDS:
                 last_check = now
                 check(now - begin)
-    return time.perf_counter() - begin

@@ -102,7 +102,7 @@ class SharedRegions:
                 late = f"rank {self.place.ranks[index]}"
                 raise PeerError(f"{late} did not arrive within {self._time_limit_seconds:.0f} s")
 
-        self.meter.waiting_seconds += wait_until(is_reached, check, self.meter.recorder)
+        wait_until(is_reached, check, self.meter)
 
     # ---- areas ---------------------------------------------------------------------------------------
 

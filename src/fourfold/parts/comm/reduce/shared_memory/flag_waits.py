@@ -45,7 +45,7 @@ class FlagWaits:
         def check(waited_seconds: float) -> None:
             self._check_peers(flag, count, waited_seconds)
 
-        self.meter.waiting_seconds += wait_until(lambda: self._flags.min(flag) >= count, check, self.meter.recorder)
+        wait_until(lambda: self._flags.min(flag) >= count, check, self.meter)
 
     def _check_peers(self, flag: int, count: int, waited_seconds: float) -> None:
         self._calls.check_begun(waited_seconds)
