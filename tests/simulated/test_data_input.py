@@ -575,15 +575,17 @@ def test_an_error_of_the_program_names_the_step_the_samples_and_the_source(tmp_p
         assert len(calls) < 3, "a loss that fails"
         return (outputs - targets).square()
 
-    def notes(dataset: Any, loss: Any) -> list[str]:
+    def notes(dataset: Any, loss: Any, valid: Any = None) -> list[str]:
         task = ff.Task(
             model=lambda: torch.nn.Linear(1, 1),
             loss=loss,
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-            data=lambda: ff.Data(train=dataset),
+            data=lambda: ff.Data(train=dataset, valid=valid),
         )
+        options: dict[str, Any] = {"checkpoint_every": 0, "folder": str(tmp_path), "quiet": True}
+        options["evaluate_every"] = None if valid is None else 4
         with pytest.raises((ZeroDivisionError, AssertionError)) as caught:
-            ff.train(task, steps=5, batch_size=4, seed=1, checkpoint_every=0, folder=str(tmp_path), quiet=True)
+            ff.train(task, steps=5, batch_size=4, seed=1, **options)
         return caught.value.__notes__
 
     order = rows(20, 1, 0, 0, 20).tolist()
@@ -596,3 +598,7 @@ def test_an_error_of_the_program_names_the_step_the_samples_and_the_source(tmp_p
     named = ", ".join(map(str, order[8:12]))
     pairs = data.TensorDataset(torch.ones(20, 1), torch.ones(20, 1))
     assert notes(pairs, loss) == [f"in step 3, with samples {named} of TensorDataset"]
+    assert notes(pairs, torch.nn.functional.mse_loss, valid=Failing()) == [
+        "while reading sample 13 of Failing",
+        "in the evaluation after step 4",
+    ]

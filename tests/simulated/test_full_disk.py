@@ -196,6 +196,20 @@ def test_a_trace_that_a_full_disk_rejects_warns_once_and_is_written_with_the_nex
     assert not (tmp_path / "run" / "trace.json.part").exists()
 
 
+def test_a_trace_that_no_later_step_writes_again_is_written_at_the_end(tmp_path, monkeypatch):
+    """Steps 3 and 4 are sampled, and no later one."""
+
+    def write(path: Path, content: bytes, real=Path.write_bytes) -> int:
+        if path.name == "trace.json.part" and next(calls) < 2:
+            raise FULL
+        return real(path, content)
+
+    calls = iter(range(1000))
+    monkeypatch.setattr(Path, "write_bytes", write)
+    train(tmp_path, checkpoint_every=0, trace_every=100)
+    assert decode_trace((tmp_path / "run" / "trace.json").read_bytes()).steps == [3, 4]
+
+
 def test_a_run_is_finished_only_when_its_last_checkpoint_is_written(tmp_path, monkeypatch):
     def fails(path, snapshot, real=writer.write_snapshot):
         if "step-00000006" in str(path):
@@ -251,6 +265,7 @@ def test_a_finished_run_saves_its_weights_alone_where_the_rest_has_no_room(tmp_p
     train(tmp_path, optimizer="adam", checkpoint_every=4)
     export_weights(newest_valid(tmp_path / "run"), whole)
     assert alone.read_bytes() == whole.read_bytes()
+    assert not (tmp_path / "run" / "weights").exists()
 
 
 def test_a_finished_run_without_room_for_anything_says_so(tmp_path, monkeypatch):
@@ -260,6 +275,7 @@ def test_a_finished_run_without_room_for_anything_says_so(tmp_path, monkeypatch)
     ):
         train(tmp_path, disk_seconds=0)
     assert not list((tmp_path / "run").rglob("*step-*"))
+    assert not (tmp_path / "run" / "weights").exists()
 
 
 def test_a_stop_signal_ends_the_wait_for_room(tmp_path, monkeypatch):

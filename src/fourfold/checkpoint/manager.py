@@ -5,6 +5,8 @@ writer    a thread that writes the snapshot: see `fourfold.checkpoint.writer`
 Law: a save asks no other rank for anything; a resume restores the same checkpoint on all ranks.
 """
 
+import contextlib
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -226,6 +228,17 @@ class CheckpointManager:
         writer.start(SaveRequest(store.staging_dir(progress.step, self._attempt_dir.token), snapshot, report, manifest))
         writer.wait()
         return folder, writer.last_reason
+
+    def remove_weights(self, *, keep_whole: bool = False) -> None:
+        """Remove what `save_weights` has written; with `keep_whole`, only what is unfinished."""
+        store = CheckpointStore(self._attempt_dir.run_dir / WEIGHTS_DIR)
+        if keep_whole:
+            store.remove_partial()
+        else:
+            shutil.rmtree(store.path, ignore_errors=True)
+        for folder in (store.path, store.path.parent):
+            with contextlib.suppress(OSError):  # not there, or not empty
+                folder.rmdir()
 
     def _manifest(self, progress: TrainingProgress, own: OwnState) -> Manifest:
         """The manifest, without what the ranks' markers will report."""

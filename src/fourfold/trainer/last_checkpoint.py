@@ -37,6 +37,8 @@ def wait_until_saved(
         views = step.all_gather_json(own)
         (is_saved, has_time, _), is_stopped = views[0], any(view[2] for view in views)
         if is_saved or is_stopped or not has_time:
+            if is_saved:
+                checkpoints.remove_weights()  # an earlier attempt's
             if is_saved and has_said:
                 log.log_message(f"the checkpoint of step {last} is written")
             return is_saved
@@ -57,7 +59,8 @@ def save_weights_alone(checkpoints: CheckpointManager, step: TrainStep, progress
     got = f"all {progress.step} steps are done, but the last checkpoint could not be written: {reason}"
     attempt = f"the same command, which {f'resumes from step {resumed}' if resumed else 'starts over'}"
     if failure:
+        checkpoints.remove_weights(keep_whole=True)
         got = f"{got}; nor could the weights alone: {failure}"
     else:
         attempt = f"fourfold checkpoint export {folder}, which has the weights; or {attempt}"
-    raise TrainingError(Problem(got, "room on the disk", attempt), where="training")
+    raise TrainingError(Problem(got, "a disk that can be written and has room", attempt), where="training")

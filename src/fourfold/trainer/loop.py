@@ -228,7 +228,7 @@ class TrainingLoop:
     def evaluate(self, progress: TrainingProgress) -> TrainingProgress:
         """`progress` with the validation measures, and the best loss so far. Collective."""
         before = progress.best
-        with self.heartbeat.pause():
+        with self.heartbeat.pause(), _noted(f"in the evaluation after step {progress.step}"):
             progress = self._evaluate(progress)
         if progress.valid:
             self.callbacks.evaluate(progress, is_best=progress.best != before)
@@ -282,6 +282,7 @@ class TrainingLoop:
                     sample = self.task.sample(model)
         if self.settings.checkpoint_every:
             self._wait_until_saved(progress, stop_signal)
+        self.tracer.write_again()
         self._report_checkpoints()
         self.memory.log(progress.step)
         losses = progress.losses
@@ -293,6 +294,17 @@ class TrainingLoop:
         self.logger.finish(result)
         self.callbacks.end(result)
         return result
+
+
+@contextlib.contextmanager
+def _noted(place: str) -> Iterator[None]:
+    """Within: an error of the user's code gets a note of the place."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, FourfoldError):
+            error.add_note(place)
+        raise
 
 
 def _format_saved(newest: int | None, step: int) -> str:

@@ -182,6 +182,11 @@ class Tracer:
         if self._folder is not None:
             self._write(self._folder)
 
+    def write_again(self) -> None:
+        """At the end: write what the disk has not taken."""
+        if self._folder is not None and self._has_write_error:
+            self._write(self._folder)
+
     def _write(self, folder: Path) -> None:
         try:
             write_atomically(folder / TRACE_FILE, encode_trace(self.trace))
