@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fourfold.environment import launchers
 from fourfold.environment.launchers import MPICH, RankInfo
 from fourfold.environment.processes import process_id
 from fourfold.environment.rendezvous import LocalRendezvous
-from fourfold.parts.comm import rendezvous_store
+from fourfold.parts.comm import init, rendezvous_store
 from fourfold.words.errors import LaunchError
 
 RANK_1 = RankInfo(MPICH, 1, 2, 1, 2)
@@ -124,6 +126,16 @@ def test_a_note_that_a_full_disk_rejects_is_an_error(tmp_path: Path, monkeypatch
         rendezvous_store._open_host_store(RankInfo(MPICH, 0, 2, 0, 2), address)
 
 
+def test_a_store_for_which_the_disk_has_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.distributed.DistStoreError("No space left on device\nException raised from …")
+
+    monkeypatch.setattr(rendezvous_store, "open_store", full)
+    monkeypatch.setattr(launchers, "detect", lambda _: RankInfo(launchers.TORCHRUN, 0, 2, 0, 2))
+    with pytest.raises(LaunchError, match=r"No space left on device +need room .* try TMPDIR="):
+        init._init_process_group("gloo")
+
+
 def test_files_that_are_not_stores_are_kept(tmp_path: Path) -> None:
     this = process_id(os.getpid())
     gone = tmp_path / f"store-{this.pid}-{this.start_ticks - 1}-ab"
@@ -139,8 +151,9 @@ def test_files_that_are_not_stores_are_kept(tmp_path: Path) -> None:
 LEAVE = """
 import multiprocessing, sys
 from pathlib import Path
+from fourfold.environment import launchers
 from fourfold.environment.launchers import MPICH, RankInfo
-from fourfold.parts.comm import rendezvous_store
+from fourfold.parts.comm import init, rendezvous_store
 
 def take_part(rank, folder, barrier):
     for number in range(300):

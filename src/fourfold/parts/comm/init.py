@@ -6,7 +6,9 @@ join; else the process is alone.
 """
 
 import contextlib
+import errno
 import os
+import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +66,9 @@ def _init_process_group(backend: str) -> None:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
     except (ValueError, dist.DistError) as error:
         got = str(error).splitlines()[0]
-        if info.launcher is launchers.TORCHRUN:
+        if any(os.strerror(number) in got for number in (errno.ENOSPC, errno.EDQUOT)):
+            problem = Problem(f"{tempfile.gettempdir()}: {got}", "room for what ranks tell each other", "TMPDIR=…")
+        elif info.launcher is launchers.TORCHRUN:
             problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")
         else:
             attempt = "MASTER_ADDR and MASTER_PORT of your own"
