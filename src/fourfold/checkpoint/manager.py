@@ -102,6 +102,7 @@ class CheckpointManager:
         self._snapshot: Snapshot | None = None
         self._request: SaveRequest | None = None
         """The last save."""
+        self._num_attempts = 0
         self._writer = CheckpointWriter(training_state.step, self._store, log, retention)
         self.saved_step: int | None = None
         self._start_time = time.perf_counter()
@@ -184,7 +185,7 @@ class CheckpointManager:
         )
         self.saved_step = progress.step
         self._request = SaveRequest(
-            self._store.staging_dir(progress.step, self._attempt_dir.token),
+            self._new_staging_dir(self._store, progress.step),
             self._snapshot,
             RankReport(self._snapshot.entries, state.aliases, state.scalars, random),
             self._manifest(progress, own or OwnState(self._group_options)) if self._rank == 0 else None,
@@ -206,15 +207,29 @@ class CheckpointManager:
         return self._request is None or self.newest_step() == step
 
     def save_again(self) -> None:
-        """Write the last save again, which has failed on all ranks. Collective."""
+        """Write the last save again. Collective; it has failed, and no rank writes any more."""
         assert self._request is not None
+        assert self.saved_step is not None
+        self._remove_failed()
+        self._request = self._request._replace(staging_dir=self._new_staging_dir(self._store, self.saved_step))
         self._writer.start(self._request)
+
+    def _remove_failed(self) -> None:
+        """Remove what other ranks have written of the last save after rank 0 had removed it."""
+        assert self._request is not None
+        shutil.rmtree(self._request.staging_dir, ignore_errors=True)
+
+    def _new_staging_dir(self, store: CheckpointStore, step: int) -> Path:
+        """A folder for one attempt. In that of another, a rank's marker may be there before its file."""
+        self._num_attempts += 1
+        return store.staging_dir(step, f"{self._attempt_dir.token}.{self._num_attempts}")
 
     def save_weights(self, progress: TrainingProgress) -> tuple[Path, str]:
         """Write the weights and their averages into a folder of their own, in place of the last save. Collective.
 
         Returns the folder, which `fourfold checkpoint export` reads; and on rank 0 why it could not be written, or "".
         """
+        self._remove_failed()
         self._snapshot = self._request = None  # frees its memory first
         state = collect_state(self._training_state)
         live = [each for each in state.live_tensors if each.held.tensor.kind in (TensorKind.MODEL, TensorKind.EMA)]
@@ -225,7 +240,7 @@ class CheckpointManager:
         writer = CheckpointWriter(self._training_state.step, store, self._log, self._retention)
         report = RankReport(snapshot.entries, state.aliases, {}, rng_state(self._training_state.step))
         manifest = self._manifest(progress, OwnState(self._group_options)) if self._rank == 0 else None
-        writer.start(SaveRequest(store.staging_dir(progress.step, self._attempt_dir.token), snapshot, report, manifest))
+        writer.start(SaveRequest(self._new_staging_dir(store, progress.step), snapshot, report, manifest))
         writer.wait()
         return folder, writer.last_reason
 

@@ -2,7 +2,7 @@
 
 token  a random word in the address: other users and other pages of this machine do not know it
 Law: it answers GET of the page and of its data, on the loopback interface, to requests that name this machine and have
-the token; all others get the same refusal. It only reads.
+the token; all others are refused, and learn nothing of the run. It only reads.
 """
 
 import hmac
