@@ -80,16 +80,17 @@ class RestartBudget:
         """What to report if the job does not start again after restarts; otherwise ""."""
         # The restart after which the same error came may not be counted: it had a newer checkpoint to resume from.
         num_used = max(self.num_used, int(self._is_repeated))
-        if cause.is_final or num_used == 0 or not (self._is_repeated or num_used >= self._policy.max_restarts):
+        is_used_up = self.num_used >= self._policy.max_restarts
+        if cause.is_final or num_used == 0 or not (is_used_up or self._is_repeated):
             return ""
         gave_up = f"gave up after {num_used} restart{'s' * (num_used > 1)}"
         if self._policy.run_dir is None:
             return gave_up
-        if self._last_failure is not None and self._is_repeated:
-            gave_up, attempt = f"{gave_up}: the same error came again after step {self._last_failure[1]}", ""
-        else:
+        if is_used_up:
             gave_up += f" in a row without getting past step {max(self._last_step, 0)}"
             attempt = f", or restarts={10 * self._policy.max_restarts} if the machine is to blame"
+        else:
+            gave_up, attempt = f"{gave_up}: the same error came again after step {max(self._last_step, 0)}", ""
         return (
             f"{gave_up}\n"
             f"  look at   the error above; earlier ones are in {self._policy.run_dir / FAULTS_FILE}\n"
