@@ -68,7 +68,7 @@ class Columns:
         if list(self._places) == [self._target]:
             problems.append(Problem(f"no column but the target {self._target}", "at least one of the inputs"))
         if problems:
-            raise DataError(problems, where="ff.sql")
+            raise DataError(problems, where="the database")
 
     def sample(self, row: Row) -> Any:
         """The sample of a row. Raises ValueError for a value that is none of its column."""
@@ -88,7 +88,9 @@ class Columns:
 
     def _stacked(self, name: str, values: Sequence[Any]) -> torch.Tensor | None:
         form, kinds = self._arrays.get(name), {*map(type, values)}
-        if form is None and len(kinds) == 1 and next(iter(kinds)) in NUMBERS:
+        if kinds != {bytes if form is not None else self._types.get(name)}:  # perhaps damage
+            return None
+        if form is None and next(iter(kinds)) in NUMBERS:
             # As torch collates numbers: a Python float is a float64.
             return torch.tensor(values, dtype=torch.float64 if kinds == {float} else None)
         if kinds != {bytes}:
@@ -141,7 +143,7 @@ def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, A
                 Problem(f"arrays: {name} = {given!r}", "a dtype of numbers and a shape", '("uint8", (28, 28))')
             )
     if problems:
-        raise DataError(problems, where="ff.sql")
+        raise DataError(problems, where="the database")
     return forms
 
 
