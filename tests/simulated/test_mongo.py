@@ -10,7 +10,7 @@ import torch
 from fourfold.feed.feed import Feed
 from fourfold.feed.rows.mongo import MongoDatabase, mongo
 from fourfold.feed.staging.origin import Backoff
-from fourfold.words.errors import DataError
+from fourfold.words.errors import DamagedSample, DataError
 
 mongomock = pytest.importorskip("mongomock")
 pymongo = pytest.importorskip("pymongo")
@@ -106,10 +106,27 @@ def test_what_cannot_be_a_source_is_refused_with_the_reason(database, options, m
 
 
 def test_a_field_that_a_document_lacks_is_named(database):
+    rows = fill(database)
+    database.samples.update_one({"_id": rows[4]["_id"]}, {"$unset": {"image": 1}})
+    source = mongo(URL, "samples", ["image"])
+    with pytest.raises(DamagedSample, match=r"sample _id = '.*' cannot be read: image is missing, or NULL"):
+        source[4]
+
+
+def test_arguments_that_no_document_can_answer_are_refused_at_once(database, monkeypatch):
     fill(database)
-    source = mongo(URL, "samples", ["picture"])
-    with pytest.raises(DataError, match=r"sample _id = '.*' cannot be read: picture is missing, or NULL"):
-        source[0]
+    with pytest.raises(DataError, match=r"in ff\.mongo\n  no field 'Image' +need one of .*image.* try image"):
+        mongo(URL, "samples", ["Image", "label"])
+    with pytest.raises(DataError, match=r"no field 'scores\.0'"):
+        mongo(URL, "samples", ["scores.0"])
+    wrong: Any = {"url": None, "collection": 1, "fields": "image", "key": 2, "target": 3, "arrays": ["image"]}
+    with pytest.raises(DataError, match=r"6 problems in ff\.mongo"):
+        mongo(**wrong)
+    monkeypatch.undo()
+    for url in ("mongodb://[", "mongodb://me:secret@host:99999999/name", ""):
+        with pytest.raises(DataError, match=r"1 problem in ff\.mongo") as found:
+            mongo(url, "samples", ["image"])
+        assert "secret" not in str(found.value)
 
 
 def test_a_server_that_goes_away_is_waited_for_and_its_password_is_not_shown(database, monkeypatch, caplog):

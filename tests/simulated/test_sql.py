@@ -7,6 +7,7 @@ import logging
 import os
 import pwd
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -303,6 +304,20 @@ def test_a_row_with_a_value_that_its_column_cannot_have_is_a_damaged_sample(tmp_
     assert all(inputs["weight"].dtype == torch.float64 for inputs, _ in batches)
 
 
+@pytest.mark.parametrize("value", [b"blob", 2**53 + 1])
+def test_a_value_is_damage_and_a_dtype_the_same_whatever_rows_are_read_with_it(tmp_path, value):
+    with sqlite3.connect(tmp_path / "x.db") as connection:
+        connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x, y)")
+        connection.executemany("INSERT INTO t VALUES (?, ?, ?)", [(i, i / 2 if i % 3 else i, i) for i in range(20)])
+        connection.execute("UPDATE t SET x = ? WHERE id = 7", [value])
+    source = sql(f"sqlite:///{tmp_path}/x.db", "SELECT * FROM t", key="id", target="y")
+    with pytest.raises(DamagedSample, match=r"id = 7 cannot be read: x is (bytes|int), not float"):
+        source.fetch([7])
+    batches = list(Feed(source, batch_size=1, shuffle=False, bad_samples=1))
+    assert {inputs.dtype for inputs, _ in batches} == {torch.float64}  # though SQLite has 0 and 3 as whole numbers
+    assert torch.cat([targets for _, targets in batches]).tolist() == [i for i in range(20) if i != 7]
+
+
 def test_a_server_that_goes_away_and_comes_back_is_waited_for(server, caplog):
     import psycopg
 
@@ -390,6 +405,11 @@ def test_passwords_are_neither_shown_nor_stored(tmp_path):
         sql(url, "SELECT 1", key="id")
     assert "secret" not in str(found.value)
     assert "postgresql://127.0.0.1:1/name" in str(found.value)
+    for url in ("postgresql://me:secret%zz@host/name", "postgresql://me:secret@[/name"):  # which libpq quotes
+        with pytest.raises(DataError, match=r"postgresql://(host|\[)/name, which cannot be read") as found:
+            sql(url, "SELECT 1", key="id")
+        assert "secret" not in str(found.value)
+        assert found.value.__suppress_context__
 
 
 def test_a_path_is_no_url_and_no_query(tmp_path):
@@ -406,8 +426,15 @@ def test_a_path_is_no_url_and_no_query(tmp_path):
 def test_urls_of_no_known_database_are_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"mysql://host/name +need sqlite:///FILE or postgresql"):
         sql("mysql://me:secret@host/name", "SELECT 1", key="id")
-    with pytest.raises(DataError, match=r"missing\.db, which is no file"):
-        sql(f"sqlite:///{tmp_path}/missing.db", "SELECT 1", key="id")
+    for path in (f"{tmp_path}/missing.db", "a" * 5000, "a\0b", "\ud800"):
+        with pytest.raises(DataError, match="which is no file"):
+            sql(f"sqlite:///{path}", "SELECT 1", key="id")
+    for path in ("[", "x.db", ""):
+        with pytest.raises(DataError, match=rf"sqlite://{re.escape(path)} +need .* three slashes +try sqlite:///"):
+            sql(f"sqlite://{path}", "SELECT 1", key="id")
+    wrong: Any = ["image"]
+    with pytest.raises(DataError, match=r"arrays of type list +need a dict"):
+        sql("sqlite:///x.db", "SELECT 1", key="id", arrays=wrong)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(DataError, match=r"try pip install 'fourfold\[postgres\]'"):
         open_database("postgresql://host/name", "SELECT 1", "id")

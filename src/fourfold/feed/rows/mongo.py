@@ -14,6 +14,7 @@ from fourfold.feed.rows.columns import Columns
 from fourfold.feed.rows.database import Connections, Row, check_columns, first_line
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
 INSTALL = "pip install 'fourfold[mongo]'"
@@ -44,6 +45,15 @@ def mongo(
 
     Raises DataError for what cannot be read, and for keys that are not unique.
     """
+    problems = argument_checks.str_problems("url", url)
+    problems += argument_checks.str_problems("collection", collection)
+    problems += argument_checks.name_list_problems("fields", fields)
+    problems += argument_checks.str_problems("key", key)
+    problems += argument_checks.str_problems("target", target, optional=True)
+    problems += argument_checks.mapping_problems("arrays", arrays, optional=True)
+    problems += argument_checks.str_problems("index", index, optional=True, path=True)
+    if problems:
+        raise DataError(problems, where="ff.mongo")
     database = MongoDatabase(url, collection, fields, key=key, pipeline=pipeline)
     columns = Columns(database.columns, key=key, target=target, arrays=arrays or {})
     described = f"{collection}, {list(pipeline)}, {list(fields)} by {key}, {database.url}"
@@ -72,8 +82,10 @@ class MongoDatabase:
             if self._database() is None:
                 raise DataError(Problem(self.url, "a URL that ends in /DATABASE"), where="ff.mongo")
             self._database().command("ping")
-        except self._pymongo.errors.PyMongoError as error:
-            raise DataError(Problem(f"{self.url}: {first_line(error)}", "a server that answers")) from error
+            self._check_fields()
+        except (self._pymongo.errors.PyMongoError, ValueError) as error:  # ValueError: of a URL that is none
+            got = f"{self.url or repr(url)}: {first_line(error)}"
+            raise DataError(Problem(got, "a server that answers"), where="ff.mongo") from error
 
     def _check_arguments(self) -> None:
         problems = [
@@ -84,6 +96,18 @@ class MongoDatabase:
         ]
         if problems:
             raise DataError(problems, where="ff.mongo")
+
+    def _check_fields(self) -> None:
+        """Raise DataError for fields that no document has."""
+
+        def first(match: Mapping[str, Any]) -> Mapping[str, Any]:
+            stages = [*self._pipeline, {"$match": match}, {"$limit": 1}]
+            return next(iter(self._database()[self._collection].aggregate(stages)), {})
+
+        if known := list(first({})):
+            missing = [name for name in self.columns[1:] if name not in first({name: {"$exists": True}})]
+            if problems := argument_checks.unknown_name_problems("field", missing, known):
+                raise DataError(problems, where="ff.mongo")
 
     def scan(self) -> Iterator[Row]:
         documents = self._aggregate([*self._pipeline, {"$sort": {self._key: 1}}], allowDiskUse=True)

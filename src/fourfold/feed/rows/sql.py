@@ -36,6 +36,7 @@ def sql(
     problems += argument_checks.str_problems("query", query, attempt="its text, such as Path.read_text()")
     problems += argument_checks.str_problems("key", key)
     problems += argument_checks.str_problems("target", target, optional=True)
+    problems += argument_checks.mapping_problems("arrays", arrays, optional=True)
     problems += argument_checks.str_problems("index", index, optional=True, path=True)
     if problems:
         raise DataError(problems, where="ff.sql")

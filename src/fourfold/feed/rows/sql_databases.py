@@ -57,11 +57,14 @@ class SqliteDatabase:
     """A file of SQLite, opened to read only."""
 
     def __init__(self, url: str, query: str, key: str) -> None:
+        if not url.startswith("sqlite:///"):
+            attempt = f"sqlite:///{url.removeprefix('sqlite://')}"
+            raise DataError(Problem(url, "sqlite:///FILE, with three slashes", attempt), where="ff.sql")
         path = Path(unquote(urlsplit(url).path.removeprefix("/")))
         self.url, self._path = f"sqlite:///{path}", path
         self._source, self._key = query, quoted(key)
         self._connections = Connections()
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
         described = retry(self._describe, self.url, Backoff(), may_pass=self.may_pass)
         self.columns = check_columns([each[0] for each in described], key, where="ff.sql")
@@ -125,6 +128,11 @@ class PostgresDatabase:
         self._source, self._key = f"{query.replace('%', '%%')} AS samples", quoted(key).replace("%", "%%")
         self._connections = Connections()
         self._psycopg = _import_psycopg()
+        try:
+            self._psycopg.conninfo.conninfo_to_dict(url)
+        except self._psycopg.Error:  # which quotes the password
+            need, attempt = "postgresql://USER@HOST:PORT/NAME", "%25 for % and %40 for @ in names and passwords"
+            raise DataError(Problem(f"{self.url}, which cannot be read", need, attempt), where="ff.sql") from None
         try:
             with self._connection().cursor() as cursor:
                 text = f"SELECT * FROM {self._source} LIMIT 0"
