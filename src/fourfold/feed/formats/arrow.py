@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fourfold.feed.formats.arrow_messages import MAX_ROWS, file_batches, stream_batches
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of, type_text
 from fourfold.feed.unpacked import Unpacked, check_fits, share_bytes
 from fourfold.words.errors import DataError, Problem
 
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
-MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
+MOST_ROWS = 2**16  # of a row group, that are read at once
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # of the physical types; not of bits and bytes
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
@@ -35,8 +36,7 @@ def as_value_error() -> Iterator[None]:
 class _Parquet:
     """A Parquet file; parts are its row groups."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        size = file_size(path)
+    def __init__(self, path: str, size: int, columns: Sequence[str] | None) -> None:
         self._file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True, memory_map=False)
         self.schema, metadata = self._file.schema_arrow, self._file.metadata
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -50,7 +50,9 @@ class _Parquet:
         """What a row group says of the columns that are read, or of their parts."""
         group = self._file.metadata.row_group(number)
         chunks = [group.column(place) for place in range(group.num_columns)]
-        return [each for each in chunks if each.path_in_schema.partition(".")[0] in self.columns]
+        return [
+            each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in self.columns))
+        ]
 
     def part_bytes(self, number: int) -> int:
         """What a row group has in memory, at least: a page of a few bytes may stand for any number of equal values."""
@@ -77,18 +79,17 @@ class _ArrowFile:
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         library = pyarrow()
-        file_size(path)
-        self._file = library.ipc.open_file(library.memory_map(path))
+        mapped = library.memory_map(path).read_buffer()
+        self._file = library.ipc.open_file(mapped)
         self.schema = self._file.schema
         self.columns = choose_columns(self.schema, columns, path)
-        # Of a compressed batch the number of rows is known only when one of its columns has been unpacked.
-        cheap = next((place for place, each in enumerate(self.schema) if library.types.is_primitive(each.type)), 0)
-        options = library.ipc.IpcReadOptions(included_fields=[cheap] if self.schema.names else [])
-        counted = library.ipc.open_file(library.memory_map(path), options=options)
-        self.sizes = [counted.get_batch(number).num_rows for number in range(counted.num_record_batches)]
+        found = list(file_batches(mapped))
+        check_fits(sum(each.num_bytes for each in found if each.is_dictionary), "dictionaries")
+        self._batches = [each for each in found if not each.is_dictionary]
+        self.sizes = [each.num_rows for each in self._batches]
 
     def part_bytes(self, number: int) -> int:
-        return 0  # not known before it is unpacked
+        return self._batches[number].num_bytes
 
     def part(self, number: int) -> Any:
         batch = self._file.get_batch(number)
@@ -100,22 +101,18 @@ class _ArrowStream:
 
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         library = pyarrow()
-        file_size(path)
         mapped = library.memory_map(path).read_buffer()
+        if sum(each.num_bytes for each in stream_batches(mapped)) > MAX_STREAM_BYTES:
+            problem = Problem(
+                f"{path}: a compressed stream, of more than {MAX_STREAM_BYTES} bytes in memory",
+                "an Arrow file, whose batches can be read one by one",
+                "pyarrow.feather.write_feather",
+            )
+            raise DataError(problem, where=path)
         reader = library.ipc.open_stream(mapped)
         self.schema = reader.schema
         self.columns = choose_columns(self.schema, columns, path)
-        self._batches, unpacked = [], 0
-        for batch in reader:
-            self._batches.append(batch)
-            unpacked += _bytes_outside(batch, mapped)
-            if unpacked > MAX_STREAM_BYTES:
-                problem = Problem(
-                    f"{path}: a compressed stream, of more than {MAX_STREAM_BYTES} bytes in memory",
-                    "an Arrow file, whose batches can be read one by one",
-                    "pyarrow.feather.write_feather",
-                )
-                raise DataError(problem, where=path)
+        self._batches = list(reader)
         self.sizes = [batch.num_rows for batch in self._batches]
 
     def part_bytes(self, number: int) -> int:
@@ -125,21 +122,16 @@ class _ArrowStream:
         return pyarrow().Table.from_batches([self._batches[number]]).select(self.columns)
 
 
-def _bytes_outside(batch: Any, mapped: Any) -> int:
-    """What a batch holds that is not in the mapped file."""
-    place = range(mapped.address, mapped.address + mapped.size)
-    buffers = [buffer for column in batch.columns for buffer in column.buffers()]
-    return sum(buffer.size for buffer in buffers if buffer is not None and buffer.address not in place)
-
-
 def _open(path: str, columns: Sequence[str] | None) -> Any:
     """The file by its first bytes. Raises DataError if it is damaged."""
-    with open(path, "rb") as file:
-        start = file.read(6)
-    kind = _Parquet if start[:4] == b"PAR1" else _ArrowFile if start == b"ARROW1" else _ArrowStream
+    size = file_size(path)
     try:
+        with open(path, "rb") as file:
+            start = file.read(6)
         with as_value_error():
-            return kind(path, columns)
+            if start[:4] == b"PAR1":
+                return _Parquet(path, size, columns)
+            return (_ArrowFile if start == b"ARROW1" else _ArrowStream)(path, columns)
     except (ValueError, OSError, EOFError, MemoryError) as error:
         got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
         raise DataError(Problem(got, "a Parquet or Arrow file that is whole"), where=path) from error
