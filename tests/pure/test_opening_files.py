@@ -5,6 +5,7 @@ import codecs
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -23,6 +24,7 @@ from PIL import Image
 from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
+from fourfold.feed.formats.mds_values import parse_encoding
 from fourfold.words.errors import DamagedSample, DataError
 
 MDS = Path(__file__).parents[1] / "format_files" / "mds"
@@ -159,13 +161,14 @@ def test_a_record_without_a_field_that_others_have_is_damaged(tmp_path: Path):
 def test_byte_order_marks_are_no_part_of_the_text(tmp_path: Path):
     for name, content, expected in (
         ("x.jsonl", '{"x": 1}\n\ufeff{"x": 2}\n', [{"x": 1}, {"x": 2}]),  # of two files, one behind the other
-        ("x.txt", "one\ntwo\n", [{"text": "one"}, {"text": "two"}]),
+        ("x.txt", "one\n\ufefftwo\n", [{"text": "one"}, {"text": "two"}]),
         ("x.csv", '"x",y\n1,2\n', [{"x": 1, "y": 2}]),
     ):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
         assert samples_of(tmp_path / name) == expected
-        (tmp_path / name).write_text(content, encoding="utf-16")
-        assert f"text in UTF-16   need text in UTF-8   try iconv -f UTF-16 -t UTF-8 {name}" in message(tmp_path / name)
+        for other in ("UTF-16", "UTF-32"):
+            (tmp_path / name).write_text(content, encoding=other)
+            assert f"in {other}   need text in UTF-8   try iconv -f {other} -t UTF-8 {name}" in message(tmp_path / name)
     mark = codecs.BOM_UTF8
     write_tar(tmp_path / "x.tar", {"txt": mark + b"one", "cls": mark + b"1", "json": mark + b'{"x": 1}'})
     assert samples_of(tmp_path / "x.tar") == [{"txt": "one", "cls": 1, "json": {"x": 1}}]
@@ -189,6 +192,83 @@ def test_a_null_in_json_is_none_and_among_text_in_a_list(tmp_path: Path):
     for order in ([0, 1], [1, 0]):  # a number and a null cannot be stacked
         with pytest.raises(DataError, match=r"\['x'\]: (None|int) in sample .* columns= without it"):
             ff.open_source(tmp_path / "x.jsonl").fetch(order)
+    (tmp_path / "x.jsonl").write_text('{"x": [1, 2]}\n{"x": [null, 2]}\n')
+    with pytest.raises(DataError, match=r"\['x'\]\[0\]: missing in sample 0, None in sample 1 .* in place of null"):
+        ff.open_source(tmp_path / "x.jsonl").fetch([0, 1])
+
+
+# Damage is a damaged sample, whatever is damaged
+
+
+def whole_samples(source: Any) -> Any:
+    """All samples but a damaged one, as a batch."""
+    (batch,) = ff.Feed(source, batch_size=len(source), shuffle=False, bad_samples=1)
+    return batch
+
+
+def test_a_number_that_no_tensor_can_hold_is_damage(tmp_path: Path):
+    texts = [f'{{"x": {{"y": {number}}}}}' for number in ("1", 2**63, "3")]
+    write_tar(tmp_path / "x.tar", *({"json": text.encode()} for text in texts))
+    (tmp_path / "x.jsonl").write_text("\n".join(texts))
+    (tmp_path / "y.jsonl").write_text("\n".join(texts).replace(": {", ": [{").replace("}}", "}]}"))
+    (tmp_path / "z.jsonl").write_text("\n".join(f'{{"x": [{number}]}}' for number in ("1", -(2**63) - 1, "3")))
+    for name in ("x.tar", "x.jsonl", "y.jsonl", "z.jsonl"):
+        source = ff.open_source(tmp_path / name)
+        with pytest.raises(DamagedSample, match=r"1 cannot be read: .*a whole number of more than 64 bits"):
+            source.fetch([0, 1])
+        assert len(re.findall(r"\b[13]\b", str(whole_samples(source)))) == 2  # the first and the third
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        parse_encoding("str_int").decode(str(2**63).encode())
+
+
+def test_an_archive_that_was_cut_off_after_it_was_opened_has_damaged_samples(tmp_path: Path):
+    write_tar(tmp_path / "x.tar", {"txt": b"a"}, {"txt": b"b"})
+    source = ff.open_source(tmp_path / "x.tar")
+    os.truncate(tmp_path / "x.tar", 1024)
+    assert whole_samples(source) == {"txt": ["a"]}
+
+
+def test_nulls_within_lists_and_metadata_that_lie_are_damage_of_their_rows(tmp_path: Path):
+    lists = pa.array([[[1], [2]], [[1], None]], pa.list_(pa.list_(pa.int64())))
+    pq.write_table(pa.table({"x": lists}), tmp_path / "x.parquet")
+    assert whole_samples(ff.open_source(tmp_path / "x.parquet"))["x"].tolist() == [[[1], [2]]]
+    features = {"info": {"features": {name: {"_type": "Image"} for name in ("x", "text", "other")}}}
+    table = pa.table({"x": [{"y": 1}], "text": ["a"]}).replace_schema_metadata({"huggingface": json.dumps(features)})
+    pq.write_table(table, tmp_path / "y.parquet")
+    assert samples_of(tmp_path / "y.parquet") == [{"x": {"y": 1}, "text": "a"}]
+
+
+def test_pixels_of_16_bits_are_not_cut_off_at_255(tmp_path: Path):
+    Image.fromarray(np.array([[0, 1000]], np.uint16)).save(tmp_path / "x.png")
+    with pytest.raises(DamagedSample, match="pixels of more than 8 bits, mode I;16; with images=False"):
+        samples_of(tmp_path / "x.png")
+
+
+def test_a_long_cell_of_csv_is_read(tmp_path: Path):
+    (tmp_path / "x.csv").write_text(f"x,text\n1,{'a' * 2**18}\n")
+    assert len(samples_of(tmp_path / "x.csv")[0]["text"]) == 2**18
+
+
+def test_files_of_npz_are_read_however_their_arrays_are_stored(tmp_path: Path):
+    rows = np.arange(6.0).reshape(2, 3)
+    np.savez(tmp_path / "x.npz", x=np.asfortranarray(rows))
+    assert [sample["x"].tolist() for sample in samples_of(tmp_path, rows=True)] == rows.tolist()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a" * 5000, "missing"])
+def test_files_that_cannot_be_are_named(tmp_path: Path, name: str):
+    shutil.copytree(MDS, tmp_path / "mds")
+    index = json.loads((tmp_path / "mds" / "index.json").read_text())
+    for compression in (None, "gz"):
+        files = {key: {"basename": name, "bytes": 1000} for key in ("raw_data", "zip_data")}
+        index["shards"][0] |= {**files, "compression": compression}
+        (tmp_path / "mds" / "index.json").write_text(json.dumps(index))
+        assert "need a file that can be read" in message(tmp_path / "mds")
+    (tmp_path / "mds" / "index.json").unlink()
+    (tmp_path / "mds" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "need a file that can be read" in message(tmp_path / "mds")
+    for path in (name, f"{name}\0", "~missing/x"):
+        assert "nothing at " in message(path)
 
 
 # What is there, and cannot be read

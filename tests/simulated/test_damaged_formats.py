@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import struct
 import sys
@@ -286,6 +287,17 @@ def lying_hdf5(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...]) ->
         file.create_dataset("x", shape, "u1", chunks=chunks, compression="gzip")
 
 
+def many_ways(folder: Path) -> None:
+    """To the last of 12 groups lead 10**11 paths."""
+    with h5py.File(folder / "x.h5", "w") as file:
+        last = file.create_group("0")
+        for number in range(1, 12):
+            group = file.create_group(str(number))
+            for link in range(10):
+                group[f"link{link}"] = last
+            last = group
+
+
 def lying_npy(folder: Path, shape: str, dtype: str = "'<f4'") -> None:
     head = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}".encode()
     (folder / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + bytes(8))
@@ -336,6 +348,8 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a chunk of 2 GiB": (lambda folder: lying_hdf5(folder, (8, 2**28), (8, 2**28)), "(rows|chunks) of 2147483648"),
     "a shape larger than its file": (lambda folder: lying_npy(folder, f"({2**40},)"), "8 bytes for an array"),
     "a shape below zero": (lambda folder: lying_npy(folder, "(-1, -2)"), "8 bytes for an array"),
+    "a shape of no sizes": (lambda folder: lying_npy(folder, "(True, 1)", "'<f8'"), "8 bytes for an array"),
+    "groups that hold others ten times each": (many_ways, "more than 2000 datasets and groups"),
     "an array of objects": (lambda folder: lying_npy(folder, "(1,)", "'|O'"), "not of numbers"),
     "an array of 2 GiB in a zip file": (bomb_npz, "inputs.npy of 2147483648 bytes in a file of"),
     "a stream larger than its file": (compressed_stream, "a compressed stream, of more than 1048576 bytes"),
@@ -349,6 +363,13 @@ def test_what_a_file_claims_is_bounded_before_it_is_believed(tmp_path: Path, lie
     write(tmp_path)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path, rows=any(tmp_path.glob("*.np*")))[0]
+
+
+def test_a_size_that_numpy_cannot_have_is_refused(tmp_path: Path):
+    lying_npy(tmp_path, f"(0, {2**70})")
+    os.truncate(tmp_path / "x.npy", os.path.getsize(tmp_path / "x.npy") - 8)
+    with pytest.raises(DataError, match="0 bytes for an array"):
+        ff.open_source(tmp_path / "x.npy")
 
 
 # Bombs: small files, all that they say is true, that would unpack to 64 MiB
@@ -366,6 +387,25 @@ def parquet_of_one_number(folder: Path) -> None:
 def parquet_of_one_text(folder: Path) -> None:
     rows = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**6, np.int8)), pa.array(["a" * 2**20]))
     pq.write_table(pa.table({"x": rows.cast(pa.string())}), folder / "x.parquet", compression="zstd")
+
+
+def parquet_of_a_name_with_a_dot(folder: Path) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**23, np.int8)), pa.array([0.5])).cast(pa.float64())
+    pq.write_table(pa.table({"a.x": column}), folder / "x.parquet", row_group_size=2**23)
+
+
+def write_arrow(folder: Path, column: Any) -> None:
+    table = pa.table({"first": [1], "x": column})
+    with pa.ipc.new_file(folder / "x.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as it:
+        it.write_table(table)
+
+
+def arrow_of_zeros(folder: Path) -> None:
+    write_arrow(folder, [bytes(2**26)])
+
+
+def arrow_of_one_long_name(folder: Path) -> None:
+    write_arrow(folder, pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["a" * 2**26])))
 
 
 def chunk_of_zeros(folder: Path) -> None:
@@ -409,6 +449,9 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a file of .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
     "a row group of one number": (parquet_of_one_number, "", "a part of 67108864 bytes"),
     "a row group of one text": (parquet_of_one_text, "", "row group 0 of [0-9]+ bytes"),
+    "a column with a dot in its name": (parquet_of_a_name_with_a_dot, "", "a part of 67108864 bytes"),
+    "a batch of Arrow": (arrow_of_zeros, "", "a part of 67108880 bytes"),
+    "a dictionary of Arrow": (arrow_of_one_long_name, "", "dictionaries of 67108872 bytes"),
     "a chunk": (chunk_of_zeros, "", "a row of 67108864 bytes"),
     "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
     "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),

@@ -101,7 +101,8 @@ def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem |
     first = dict(_leaf_forms(samples[0]))
     for sample, index in zip(samples[1:], indices[1:], strict=False):
         form = dict(_leaf_forms(sample))
-        for path in {**first, **form}:
+        # A null first: a list with one is no tensor, and differs in its paths too.
+        for path in sorted({**first, **form}, key=lambda path: "None" not in (first.get(path), form.get(path))):
             a, b = first.get(path, "missing"), form.get(path, "missing")
             if a != b:
                 got = f"{path or 'samples'}: {a} in sample {indices[0]}, {b} in sample {index}"

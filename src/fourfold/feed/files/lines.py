@@ -23,7 +23,11 @@ from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Probl
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 MARK = codecs.BOM_UTF8  # which editors and spreadsheets write before the first line
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+OTHER_MARKS = {  # that of UTF-32 first: it begins as that of UTF-16
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-32"),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16"),
+}
+csv.field_size_limit(max(2**26, csv.field_size_limit()))  # of this process. Python's own, 128 KiB, is less than a text
 FLOAT = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|nan|[+-]?inf", re.ASCII)
 Parse = Callable[[str], Any]
 Column = Callable[[str], Any]
@@ -52,7 +56,8 @@ class LineSource:
             content = os.pread(descriptor, stop - start, start)
             if len(content) < stop - start:
                 raise ValueError(f"the file ends after {len(content)} of its {stop - start} bytes")
-            return self._parse(content.decode())
+            # Files that were joined have marks in between.
+            return self._parse(content.decode().removeprefix("\ufeff"))
         except FourfoldError:
             raise
         except (ValueError, RecursionError) as error:
@@ -84,7 +89,7 @@ def open_jsonl(listing: Listing) -> LineSource:
 
 
 def _parse_object(line: str) -> Any:
-    value = json.loads(line.removeprefix("\ufeff"))  # files that were joined have marks in between
+    value = json.loads(line)
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__}, not an object")
     return value
@@ -107,12 +112,13 @@ def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
 
 
 def _skip_mark(file: BinaryIO, path: str) -> int:
-    """Where the text of a file begins: behind a byte-order mark. Raises DataError for a mark of UTF-16."""
-    start = file.read(len(MARK))
-    if start.startswith(UTF16_MARKS):
-        attempt = f"iconv -f UTF-16 -t UTF-8 {os.path.basename(path)}"
-        raise DataError(Problem("text in UTF-16", "text in UTF-8", attempt), where=path)
-    return file.seek(len(MARK) if start == MARK else 0)
+    """Where the text of a file begins: behind a byte-order mark. Raises DataError for a mark of UTF-16 or UTF-32."""
+    start = file.read(4)
+    for mark, name in OTHER_MARKS.items():
+        if start.startswith(mark):
+            attempt = f"iconv -f {name} -t UTF-8 {os.path.basename(path)}"
+            raise DataError(Problem(f"text in {name}", "text in UTF-8", attempt), where=path)
+    return file.seek(len(MARK) if start.startswith(MARK) else 0)
 
 
 def open_csv(listing: Listing) -> LineSource:

@@ -49,7 +49,8 @@ def read_npy_head(file: Any, size: int, kinds: str = NUMBERS) -> NpyHead:
     head = NpyHead(dtype, shape, by_columns, file.tell())
     if dtype.kind not in kinds or dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"an array of {'Python objects in dtype ' if dtype.hasobject else ''}{dtype}, not of numbers")
-    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) != size - head.start:
+    is_possible = all(type(extent) is int and 0 <= extent < 2**63 for extent in shape)
+    if not is_possible or dtype.itemsize * math.prod(shape) != size - head.start:
         raise ValueError(f"{size - head.start} bytes for an array of {dtype} {list(shape)}")
     return head
 

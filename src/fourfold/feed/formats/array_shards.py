@@ -63,8 +63,8 @@ class ArrayShards:
             else:
                 with open(path, "rb") as opened:
                     arrays = {LONE: read_npy_head(opened, size)}
-            if any(head.by_columns and len(head.shape) > 1 for head in arrays.values()):
-                raise ValueError("an array that is stored by columns, not by rows")
+                if arrays[LONE].by_columns and len(arrays[LONE].shape) > 1:
+                    raise ValueError("an array that is stored by columns, not by rows")
         except UNREADABLE as error:
             got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
             raise DataError(Problem(got, "arrays of numbers, without objects"), where=path) from error

@@ -5,10 +5,11 @@ row     what all datasets of a file have at one index of their first dim: a samp
 Law: only what is in the file itself is read: links to other files, external and virtual datasets are refused.
 """
 
+import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
-MAX_OPEN, MAX_DATASETS, MAX_DEPTH = 16, 1000, 16
+MAX_OPEN, MAX_MEMBERS, MAX_DEPTH = 16, 2000, 16
 MAX_RATIO = 1100  # of deflate
 LEAST_BYTES = 2**20  # what a dataset and its chunks may have, however small its file is
 
@@ -95,7 +96,7 @@ class HDF5Rows:
         size = file_size(path)
         try:
             with _h5py().File(path, "r") as file:
-                found = _datasets(file, "", 0)
+                found = dict(_datasets(file, "", itertools.count(1)))
                 wanted = self._columns if self._columns is not None else list(found)
                 problems = argument_checks.unknown_name_problems("dataset", wanted, list(found))
                 chosen = {name: found[name] for name in found if name in wanted}
@@ -119,23 +120,22 @@ class HDF5Rows:
         return _Layout(fields, next(iter(lengths.values())))
 
 
-def _datasets(group: Any, prefix: str, depth: int) -> dict[str, Any]:
+def _datasets(group: Any, prefix: str, count: Iterator[int]) -> Iterator[tuple[str, Any]]:
     """The datasets below a group by their paths. Raises ValueError for what is not in the file itself."""
-    h5py, found = _h5py(), dict[str, Any]()
-    if depth > MAX_DEPTH:  # a group may hold itself
+    h5py = _h5py()
+    if prefix.count("/") > MAX_DEPTH:  # a group may hold itself
         raise ValueError(f"{prefix} lies more than {MAX_DEPTH} groups deep")
     for name in group:
+        if next(count) > MAX_MEMBERS:  # which groups that hold one another have, however few they are
+            raise ValueError(f"more than {MAX_MEMBERS} datasets and groups; a file per sample is not HDF5's")
         link = group.get(name, getlink=True)
         if not isinstance(link, h5py.HardLink):
             raise ValueError(f"{prefix}{name} is a link, perhaps to another file")
         member = group[name]
         if isinstance(member, h5py.Group):
-            found |= _datasets(member, f"{prefix}{name}/", depth + 1)
+            yield from _datasets(member, f"{prefix}{name}/", count)
         elif isinstance(member, h5py.Dataset):
-            found[prefix + name] = member
-        if len(found) > MAX_DATASETS:
-            raise ValueError(f"more than {MAX_DATASETS} datasets; a file per sample is not HDF5's")
-    return found
+            yield prefix + name, member
 
 
 def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Problem]:

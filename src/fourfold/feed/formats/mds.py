@@ -10,6 +10,7 @@ Source: mosaicml-streaming 0.13.0, base/format/mds/writer.py and reader.py.
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -187,7 +188,7 @@ def _shard_of(folder: Path, number: int, found: dict[str, Any]) -> Shard:
         ):
             raise ValueError(f"{num_samples!r} samples in {num_bytes} bytes")
         packed = None
-        if compression is not None and not path.exists():
+        if compression is not None and not os.path.exists(path):
             packed = str(_file_of(folder, found["zip_data"])[0]), check_compression(compression)
     except (ValueError, KeyError, TypeError) as error:
         got = f"shard {number}: {type(error).__name__}: {str(error)[:200]}"

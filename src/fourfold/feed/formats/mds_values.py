@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold.feed.formats.plain_values import parse_json
+from fourfold.feed.formats.plain_values import parse_json, stackable
 from fourfold.feed.pack.schema import EncodedImage
 
 FLOATS = ("float16", "float32", "float64")
@@ -90,7 +90,7 @@ def _int64(content: bytes) -> np.ndarray:
 def _whole_number(content: bytes) -> int:
     if len(content) > 20:  # more digits than int64 has: Python's ints have no bound
         raise ValueError(f"a whole number of {len(content)} digits")
-    return int(content.decode())
+    return stackable(int(content.decode()))
 
 
 def _pil(content: bytes) -> np.ndarray:

@@ -32,7 +32,7 @@ from fourfold.words.errors import DataError, Problem, closest_match, os_error_te
 
 SUFFIXES = {
     **KIND_OF_SUFFIX,
-    **dict.fromkeys((".parquet", ".arrow", ".feather"), "arrow"),
+    **dict.fromkeys((".parquet", ".arrow", ".arrows", ".feather"), "arrow"),
     ".tar": "tar",
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
     **dict.fromkeys((".h5", ".hdf5", ".hdf"), "hdf5"),
@@ -106,11 +106,11 @@ def open_source(
     Raises DataError, with what is known, if nothing there can be read; DamagedSample, when a sample is read, if it is
     damaged. Nothing is unpickled.
     """
-    options, given = Options(columns, target, images, rows, length, dtype), Path(path).expanduser()
+    options, given = Options(columns, target, images, rows, length, dtype), Path(os.path.expanduser(path))
     _check_options(options)
-    if given.is_dir():
+    if os.path.isdir(given):
         return _open_folder(given, options)
-    if given.is_file():
+    if os.path.isfile(given):
         name, paths = str(given), [str(given)]
     elif os.path.isfile(f"{given}.idx"):  # Megatron names its files so
         name, paths = str(given), [f"{given}.bin", f"{given}.idx"]
@@ -119,7 +119,7 @@ def open_source(
         name, paths = str(given), sorted(path for path in found if os.path.isfile(path) and not _is_marker(path))
         if not paths:
             raise DataError(Problem(f"no file that fits {name}", "at least one"), where=name)
-    elif given.exists():
+    elif os.path.exists(given):
         raise DataError(Problem(f"{given} is no file and no folder", KNOWN), where=str(given))
     else:
         raise _nothing_there(given)
@@ -141,7 +141,7 @@ def _check_options(options: Options) -> None:
 def _nothing_there(path: Path) -> DataError:
     try:
         close = closest_match(path.name, os.listdir(path.parent))
-    except OSError:
+    except (OSError, ValueError):
         close = None
     return DataError(Problem(f"nothing at {path}", KNOWN, str(path.parent / close) if close else ""), where=str(path))
 

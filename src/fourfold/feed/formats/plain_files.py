@@ -37,7 +37,7 @@ class PlainRecords:
         except DamagedSample as error:
             raise ValueError(error.reason) from error
         values = sample if isinstance(sample, dict) else dict(zip(PAIR, sample, strict=True))
-        return {name: stackable(value) if isinstance(value, list | dict) else value for name, value in values.items()}
+        return {name: stackable(value) for name, value in values.items()}
 
 
 def _shard_sizes(source: Any) -> Sequence[int]:

@@ -12,7 +12,9 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def stackable(value: Any) -> Any:
-    """A value of JSON with its lists of numbers as tensors; a null stays None."""
+    """A value of JSON with its lists of numbers as tensors; a null stays None. ValueError for what is no int64."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("a whole number of more than 64 bits")
     if isinstance(value, dict):
         return {name: stackable(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -18,9 +18,9 @@ def file_size(path: str) -> int:
     """The bytes of a file. Raises DataError if it cannot be read, or is a folder, a pipe or a device."""
     try:
         found = os.stat(path)
-    except OSError as error:
-        problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
-        raise DataError(problem, where=path) from error
+    except (OSError, ValueError) as error:  # of a name that no file can have
+        reason = os_error_text(error) if isinstance(error, OSError) else str(error)
+        raise DataError(Problem(f"{path}: {reason}", "a file that can be read"), where=path) from error
     if not stat.S_ISREG(found.st_mode):
         raise DataError(Problem(f"{path} is no regular file", "a file that can be read"), where=path)
     return found.st_size

@@ -108,7 +108,9 @@ def rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str, 
     columns = {}
     for name in table.column_names:
         values = column_values(table.column(name).combine_chunks(), name)
-        columns[name] = [EncodedImage(value) for value in values] if name in images else values
+        if name in images:  # as the metadata say, which may lie
+            values = [EncodedImage(value) if isinstance(value, bytes) else value for value in values]
+        columns[name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -143,6 +145,8 @@ def _decoded(column: Any) -> Any:
 def _list_value(values: Any, name: str) -> Any:
     """A list of numbers as an array, of several dims if its lists are regular; other lists as lists."""
     values = _decoded(values)
+    if values.null_count:
+        raise ValueError(f"{name} holds a null")
     if _is_list(values.type):
         parts = [_list_value(values[row].values, name) for row in range(len(values))]
         if parts and all(isinstance(part, np.ndarray) and part.shape == parts[0].shape for part in parts):
@@ -150,6 +154,4 @@ def _list_value(values: Any, name: str) -> Any:
         return parts
     if pyarrow().types.is_struct(values.type) or _is_text(values.type) or _is_bytes(values.type):
         return column_values(values, name)
-    if values.null_count:
-        raise ValueError(f"{name} holds a null")
     return np.array(values.to_numpy(zero_copy_only=False))

@@ -58,7 +58,10 @@ class TarSamples:
         return self._files.bytes_read
 
     def key(self, file: int, record: int) -> str:
-        first = next(islice(members(self._files, file, self._archives[file].headers[record]), 1))
+        try:
+            first = next(islice(members(self._files, file, self._archives[file].headers[record]), 1))
+        except (DataError, OSError):  # the archive is not what it was when it was opened
+            return f"{self._files.paths[file]}, sample {record}"
         return f"{self._files.paths[file]}, sample {(split_name(first.name) or [first.name])[0]}"
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:

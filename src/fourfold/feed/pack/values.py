@@ -221,6 +221,8 @@ def decode_image(content: bytes) -> Tensor:
             check_fits(
                 IMAGE_THREADS * PIXEL_BYTES * image.width * image.height, f"{image.width} × {image.height} pixels"
             )
+            if image.mode == "F" or image.mode.startswith("I"):  # Pillow would cut them off at 255
+                raise ValueError(f"pixels of more than 8 bits, mode {image.mode}; with images=False they are bytes")
             pixels = np.array(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for damaged files
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error
