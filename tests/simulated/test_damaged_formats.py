@@ -329,6 +329,15 @@ def lying_offsets(folder: Path) -> None:
     (folder / "x.feather").write_bytes(content.replace(offsets, struct.pack("<4i", 0, 1000, 5000, 3000)))
 
 
+def lying_rows(folder: Path, count: int) -> None:
+    """Arrow that says 2**39 for its number of rows in the first `count` places where it stands; -1: in all of them."""
+    feather.write_feather(pa.table({"x": [0.5] * 4711}), str(folder / "x.feather"), compression="zstd")
+    content = (folder / "x.feather").read_bytes()
+    rows = struct.pack("<q", 4711)
+    assert content.count(rows) == 2  # of the batch, and of its column
+    (folder / "x.feather").write_bytes(content.replace(rows, struct.pack("<q", 2**39), count))
+
+
 LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a member larger than its archive": (lambda folder: lying_tar(folder, 2**33 - 1), "ends at byte"),
     "a name of megabytes": (lambda folder: lying_tar(folder, 2**21, tarfile.GNUTYPE_LONGNAME), "a name of 2097152"),
@@ -340,6 +349,8 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a compressed shard of 256 MiB of zeros": (bomb_mds, "268435456 bytes by zstd from"),
     "an array of 2**64 bytes in a sample": (lying_shape, r"0 bytes for uint8 \[1099511627776, 16777216\]"),
     "text after the end of its column": (lying_offsets, "row 0 cannot be read: .*[Oo]ffset"),
+    "more rows than its column has": (lambda folder: lying_rows(folder, 1), "a batch of 549755813888 rows"),
+    "more rows than bits": (lambda folder: lying_rows(folder, -1), "a batch of 549755813888 rows"),
     "more sequences than bytes": (lambda folder: lying_megatron(folder, sequences=2**60), "for 1152921504606846976"),
     "a sequence after the end": (lambda folder: lying_megatron(folder, pointer=4), "sequence 0: 4 tokens at byte 4"),
     "a sequence before the start": (lambda folder: lying_megatron(folder, pointer=-1), "sequence 0"),

@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fourfold.feed.formats.arrow_messages import MAX_ROWS, file_batches, stream_batches
+from fourfold.feed.formats.arrow_messages import file_batches, stream_batches
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of, type_text
 from fourfold.feed.unpacked import Unpacked, check_fits, share_bytes
 from fourfold.words.errors import DataError, Problem
 
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
-MOST_ROWS = 2**16  # of a row group, that are read at once
+MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # of the physical types; not of bits and bytes
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 

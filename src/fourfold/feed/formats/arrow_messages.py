@@ -2,7 +2,7 @@
 
 message  a head, which is a table of flatbuffers, and a body; a file says in its footer where they are
 buffer   a part of a body; of a compressed batch its first 8 bytes say how long it is when it is unpacked, or -1: as is
-Law: nothing is unpacked here, and pyarrow unpacks no more of a buffer than these 8 bytes say.
+Law: nothing is unpacked here, and pyarrow unpacks no more of a buffer than these 8 bytes say. A row has a bit at least.
 
 Source: Apache Arrow, format/Message.fbs and format/File.fbs; flatbuffers' "internals".
 """
@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from fourfold.feed.formats.tables import pyarrow
 
-MAX_ROWS = 2**48  # of a batch
 TRAILER = 10  # the last bytes of a file: the length of its footer, and ARROW1
-BLOCK, BUFFER = 24, 16  # bytes of these structs
+BLOCK, STRUCT = 24, 16  # bytes of a Block; of a Buffer and of a FieldNode
 LAST_EXPERIMENTAL = 3  # version of messages of Arrow 0.17, which says in its metadata that a batch is compressed
 
 
@@ -87,12 +86,15 @@ def _batch(message: Any) -> Batch:
     if not is_dictionary and message.type != "record batch":
         raise ValueError(f"a message of type {message.type}")
     batch = root.table(2).table(1) if is_dictionary else root.table(2)
-    num_rows, num_bytes, body = batch.number(0, 8), 0, memoryview(message.body)
-    if not 0 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"a batch of {num_rows} rows")
-    if batch.place(3) or (root.number(0, 2) <= LAST_EXPERIMENTAL and root.place(4)):
-        for buffer in batch.structs(2, BUFFER):
-            start = _number(batch.content, buffer, 8)
-            if _number(batch.content, buffer + 8, 8) and start >= 0:
-                num_bytes += max(0, _number(body, start, 8))
-    return Batch(is_dictionary, num_rows, num_bytes)
+    num_rows, body = batch.number(0, 8), memoryview(message.body)
+    is_packed = batch.place(3) or (root.number(0, 2) <= LAST_EXPERIMENTAL and root.place(4))
+    unpacked, mapped = 0, 0
+    for place in batch.structs(2, STRUCT):
+        start, length = _number(batch.content, place, 8), _number(batch.content, place + 8, 8)
+        size = _number(body, start, 8) if is_packed and length and start >= 0 else -1
+        unpacked, mapped = unpacked + max(0, size), mapped + (max(0, length) if size < 0 else 0)
+    if not is_dictionary:
+        lengths = [_number(batch.content, place, 8) for place in batch.structs(1, STRUCT)[:1]]  # of the first column
+        if not 0 <= num_rows <= 8 * (unpacked + mapped) or lengths not in ([], [num_rows]):
+            raise ValueError(f"a batch of {num_rows} rows, of columns with {unpacked + mapped} bytes")
+    return Batch(is_dictionary, num_rows, unpacked)
