@@ -75,22 +75,29 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command in a folder with a task file. It must be refused with code 2, before any process starts."""
+    """Runs a command in a folder with a task file. It must be refused with code 2, before any process starts.
+
+    Law: no message is wider than 80 columns at a terminal that is not. Returns the message of one that is very wide.
+    """
     (tmp_path / "mine.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("a process was started"))
 
     def run(*arguments: str) -> str:
-        known = set(sys.modules)
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        for name in {"mine", "broken"} & (set(sys.modules) - known):
-            del sys.modules[name]
-        out, err = capfd.readouterr()
-        assert ended.value.code == 2, err
-        assert re.fullmatch(r"(starting \d+ process(es)?\n)?", out)
-        assert "fourfold/cli" not in err
+        known, err = set(sys.modules), ""
+        for columns in (80, 1000):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+            for name in {"mine", "broken"} & (set(sys.modules) - known):
+                del sys.modules[name]
+            out, err = capfd.readouterr()
+            assert ended.value.code == 2, err
+            assert re.fullmatch(r"(starting \d+ process(es)?\n)?", out)
+            assert "fourfold/cli" not in err
+            wide = [line for line in err.split("\n") if len(line) > columns]
+            assert all(max(map(len, line.split())) > columns // 2 for line in wide), err  # a path is not broken
         return err
 
     return run
@@ -597,6 +604,44 @@ except Exception as error:
     assert "no.py" in str(error), error
 assert "torch" not in sys.modules
 """
+
+
+UNKNOWN = """
+import sys
+from fourfold.cli.named_files import check_named_files
+for words, expected in {
+    "renamed.py": "no task   need a Task, or a function that returns one   try renamed.py:tusk",
+    "made.py": "try made.py:make",
+    "task.py lerning=3": "lerning = 3   need a known setting",
+    "task.py batch_size=many dp=two": "batch_size = many   need a whole number",
+    "task.py dp=two": "dp = 'two'   need a whole number",
+    "bad.toml task.py": "zeroo = 1",
+    "sections.toml": "cliip = 1 in [run]",
+}.items():
+    try:
+        check_named_files(words.split())
+    except Exception as error:
+        assert expected in str(error), (words, error)
+    else:
+        raise AssertionError(words)
+for harmless in ("task.py steps=3 dp=2", "rebound.py lerning=3", "imports.py"):
+    check_named_files(harmless.split())
+assert "torch" not in sys.modules
+"""
+
+
+def test_unknown_settings_and_a_missing_default_name_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    made = "import fourfold as ff\n\n\ndef data(): ...\n\n\ndef make():\n    return ff.Task(data=data)\n"
+    Path(tmp_path / "made.py").write_text(made)
+    Path(tmp_path / "renamed.py").write_text("import fourfold as ff\n\ntusk = ff.Task()\n")
+    Path(tmp_path / "task.py").write_text("from fourfold import Task\n\ntask = Task()\n")
+    Path(tmp_path / "rebound.py").write_text("import fourfold as ff\n\ntask = ff.Task()\nif 1:\n    task = 3\n")
+    Path(tmp_path / "imports.py").write_text("import nothing\n")
+    Path(tmp_path / "sections.toml").write_text('[task]\nname = "task.py"\n[run]\ncliip = 1\n')
+    Path(tmp_path / "bad.toml").write_text("version = 1\nzeroo = 1\n")
+    command = [sys.executable, "-c", UNKNOWN]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_files_and_names_that_are_not_there_are_refused_before_torch_is_imported(tmp_path: Path) -> None:

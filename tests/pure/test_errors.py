@@ -18,11 +18,14 @@ def test_problems_are_printed_in_columns():
 
 
 def test_problems_that_do_not_fit_beside_one_another_stand_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
     long = "a gradient for every parameter that is trained"
     problems = [Problem(f"parameter {name} got no gradient", long, 'unused = "allow"') for name in "ab"]
-    assert str(PlanError([*problems, Problem("c", "d")])) == (
-        "3 problems\n"
+    error = PlanError([*problems, Problem("c", "d")])
+    rows = str(error)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(error) == rows == error.full_message().removeprefix("PlanError: ")
+    assert error.full_message(80) == (
+        "PlanError: 3 problems\n"
         "  parameter a got no gradient\n"
         "  parameter b got no gradient\n"
         f"    need {long}\n"

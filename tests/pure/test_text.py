@@ -16,6 +16,7 @@ from fourfold.tasks import lm
 from fourfold.trainer.progress import Progress
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.terminal_text import escape_controls, wrap_lines
+from fourfold.words.text_table import align_columns, table_lines
 
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"
@@ -125,9 +126,27 @@ def test_a_wrapped_line_goes_on_below_its_last_column() -> None:
     assert wrap_lines("    need a b c d", 12) == "    need a b\n         c d"
 
 
-def test_wide_tables_and_frames_are_not_wrapped() -> None:
-    for text in ("a" * 30 + "  " + "b" * 30 + "  cc dd", '  File "a b c.py", line 1\n    some code that is long\n'):
-        assert wrap_lines(text, 20) == text
+def test_of_a_line_of_code_in_a_traceback_the_marked_part_is_shown() -> None:
+    place, code = (
+        '  File "a b c.py", line 1, in <lambda>',
+        "task = Task(model=Net, loss=lambda out, y: out.mse(y), steps=8)",
+    )
+    marks = code.index("out.mse") * " " + "^^^^^^^^^^"
+    shown = wrap_lines(f"{place}\n    {code}\n    {marks}\nTypeError: a b", 40).split("\n")
+    assert (shown[0], shown[3:]) == (place, ["TypeError: a b"])
+    assert max(map(len, shown[1:])) <= 40
+    assert shown[1][shown[2].index("^") :].startswith("out.mse(y)")
+    assert wrap_lines(f"{place}\n    {code}\n", 40) == f"{place}\n    {code[:36]}\n"
+
+
+@given(st.lists(st.lists(st.text("ab .", max_size=30).map(str.strip), min_size=4, max_size=4), min_size=2))
+def test_columns_that_do_not_fit_follow_below_with_the_first_column(rows: list[list[str]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "70")
+        lines = table_lines(rows, "<><<")
+    assert all(len(line) <= 68 for line in lines)
+    assert not [line for line in lines if line.endswith(" ")]
+    assert lines == align_columns(rows, "<><<") or len(lines) > len(rows)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "feed bench", "feed pack", "checkpoint export"])
@@ -140,10 +159,11 @@ def test_the_help_of_every_command_fits_into_80_columns(
     assert max(map(len, capsys.readouterr().out.split("\n"))) <= 80
 
 
-def test_the_list_of_recipes_fits_into_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", ["recipe:", "recipe:four-d", "recipe:zero-bubble", "recipe:powersgd"])
+def test_what_show_prints_fits_into_80_columns(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        main(["show", "recipe:"])
+        main(["show", words])
     assert max(map(len, capsys.readouterr().out.split("\n"))) <= 80

@@ -597,9 +597,11 @@ def test_an_error_of_the_program_names_the_step_the_samples_and_the_source(tmp_p
     calls: list[int] = []
     named = ", ".join(map(str, order[8:12]))
     pairs = data.TensorDataset(torch.ones(20, 1), torch.ones(20, 1))
-    *of_the_call, last = notes(pairs, loss)
-    assert of_the_call[0].startswith("  in the loss, ")
-    assert last == f"in step 3, with samples {named} of TensorDataset"
+    assert notes(pairs, loss)[1:] == [
+        "  batch: inputs float32 [4, 1], targets float32 [4, 1]",
+        f"  samples: {named} (positions 8 to 12 of epoch 0, seed 1)",
+        "in step 3",
+    ]
     assert notes(pairs, torch.nn.functional.mse_loss, valid=Failing()) == [
         "while reading sample 13 of Failing",
         "in the evaluation after step 4",

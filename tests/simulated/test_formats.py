@@ -172,7 +172,7 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     x, _ = ff.open_source(path, target="label").fetch([0, 1])
     with pytest.raises(RuntimeError) as caught:
         call_model(torch.nn.Linear(2, 1), x)
-    assert [note.partition("  ")[0] for note in caught.value.__notes__] == ["inputs of float64"]
+    assert [note.split("\n")[0] for note in caught.value.__notes__] == ["  inputs of float64"]
     assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 

@@ -386,3 +386,24 @@ def test_a_model_with_parts_in_torchscript_trains_as_in_one_process():
         optimizer.step()
     for of_rank in got:
         torch.testing.assert_close(of_rank, list(scripted[2].parameters()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_cause_that_all_checks_have_is_said_once() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            raise AttributeError("a slip of the pen")
+
+    class Slip(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return Broken.apply(super().forward(input))  # type: ignore[return-value]
+
+    given = torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+    options = {"memory_fit": MemoryFit(), "device": torch.device("cpu")}
+    objective = Objective(UserLoss(F.cross_entropy), is_batch_split=True)
+    verdict = loss_check.check_loss(Slip(4, CLASSES), objective, given, [given, given], **options)
+    assert verdict.fallback_reason.count("a slip of the pen") == 1

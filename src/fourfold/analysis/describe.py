@@ -31,7 +31,7 @@ from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes
 
 
@@ -97,7 +97,7 @@ def _format_buckets(buckets: Sequence[Bucket], plan: Plan) -> str:
         )
         for bucket in buckets
     ]
-    lines = [*align_columns(rows, ">>>><<<"), *_layout_lines(buckets, plan)]
+    lines = [*table_lines(rows, ">>>><<<"), *_layout_lines(buckets, plan)]
     stage = " of the first stage" if plan.pp > 1 else ""
     return f"buckets{stage}   filled in reverse order of definition\n" + indent(lines)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fourfold.analysis.describe_programs import format_ranges, indent
 from fourfold.plan.lowering import Blueprint, bytes_by_bucket
 from fourfold.plan.memory import HostMemoryUse, HostRanks, has_unbucketed_grads, host_memory_use
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes
 
 NETWORK, SHARED_MEMORY = "over a network", "in shared memory"
@@ -51,7 +51,7 @@ def format_memory(blueprints: Mapping[str, Blueprint]) -> str:
     kinds = [kind for kind in HostMemoryUse._fields if any(getattr(use, kind) for use in uses.values())]
     rows = [(*kinds, "in all", "")]
     rows += [(*(format_bytes(getattr(u, k)) for k in kinds), format_bytes(u.total), name) for name, u in uses.items()]
-    lines = align_columns(rows, ">" * (len(kinds) + 1) + "<")
+    lines = table_lines(rows, ">" * (len(kinds) + 1) + "<")
     if has_unbucketed_grads(plan):
         lines.append("gradients stay where autograd puts them until the update has used them")
     if plan.codec != "none":

@@ -14,7 +14,8 @@ from fourfold.plan.pipeline.timeline_text import timeline_text
 from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
 from fourfold.plan.precision import compute_specs
 from fourfold.step.pipeline.chain import map_stages
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import terminal_width
+from fourfold.words.text_table import INDENT, table_lines
 from fourfold.words.units import format_bytes, format_count
 
 WIDTH = 112
@@ -90,7 +91,11 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
         bubble = f"bubble {simulated_bubble(lists, ends_together=_has_norm(blueprint)):.0%}"
     microbatches = "1 microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches"
     head = f"pipeline   {plan.schedule}, {microbatches}; {bubble}"
-    lines = [*align_columns(rows, "><<>>>"), "", *timeline_text(lists, width=WIDTH).splitlines()]
+    lines = [
+        *table_lines(rows, "><<>>>"),
+        "",
+        *timeline_text(lists, width=min(WIDTH, terminal_width() - INDENT)).splitlines(),
+    ]
     notes = ["F forward, B backward of a microbatch; a row for each place on the pipeline axis; · waits"]
     notes.append("in flight: the most microbatches whose activations a stage holds at a time")
     if plan.divides_backward:

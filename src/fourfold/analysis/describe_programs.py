@@ -17,6 +17,8 @@ from fourfold.words.program import (
     Program,
     Verb,
 )
+from fourfold.words.terminal_text import terminal_width
+from fourfold.words.text_table import INDENT
 
 MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over all ranks",
@@ -119,11 +121,12 @@ def plural(noun: str, count: int) -> str:
 
 
 def indent(lines: Sequence[str]) -> str:
-    return "\n".join("  " + line for line in lines)
+    return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
-def wrap(words: Sequence[str], width: int = MAX_LINE_LENGTH) -> list[str]:
-    """The words in lines of at most `width` characters."""
+def wrap(words: Sequence[str]) -> list[str]:
+    """The words in lines that fit into the terminal, of at most MAX_LINE_LENGTH characters."""
+    width = min(MAX_LINE_LENGTH, terminal_width() - INDENT)
     lines, line = [], ""
     for word in words:
         if line and len(line) + 1 + len(word) > width:

@@ -18,7 +18,7 @@ from fourfold.plan.tensor_traffic import block_traffic
 from fourfold.step.tensor.module_specs import module_specs
 from fourfold.step.tensor.tensor_axis import model_layout, model_residual
 from fourfold.words.layout import Change
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes
 
 NOTHING = "–"
@@ -58,7 +58,7 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str
     held = sum(shards[0].num_elements for shards in parameters.values())
     table = [("layer", "", "style", "weight", "on a rank", "in forward", "in backward")]
     table += [(row[0], f"× {count}" if count > 1 else "", *row[1:]) for row, count in rows.items()]
-    lines = [f"a rank holds {held:,} of {whole:,} elements", *align_columns(table, "<<<<<<<")]
+    lines = [f"a rank holds {held:,} of {whole:,} elements", *table_lines(table, "<<<<<<<")]
     text = "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
     if losses := _loss_lines([row for row in rows if row[-2:] in (HEAD, HEAD_BY_TOKENS)]):
         text += "\n\n" + indent(losses)
@@ -76,7 +76,7 @@ def _loss_lines(heads: Sequence[tuple[str, ...]]) -> list[str]:
         num_classes, num_here = (shape.split()[0] for shape in (whole, local))
         table.append((name, "cross entropy", "3 numbers per target", f"{num_here} of {num_classes}"))
         table.append((name, "any other", f"{Change.ALL_GATHER} of the logits", f"what it needs of {num_classes}"))
-    return align_columns(table, "<<<<") if heads else []
+    return table_lines(table, "<<<<") if heads else []
 
 
 def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: bool) -> tuple[str, str]:
@@ -102,7 +102,7 @@ def _format_residual(model: nn.Module, layout: TensorLayout, residual: ResidualL
     ]
     entries, ends = (", ".join(sorted(each)) for each in (residual.entries, residual.exits))
     split = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
-    lines = [split, *align_columns(table, "<<>>>")]
+    lines = [split, *table_lines(table, "<<>>>")]
     return "residual   what a rank sends for a block, in forward and backward\n" + indent(lines)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fourfold.analysis.plan_words import plan_words
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_percent, format_si, format_step_seconds
 
 DEVICES = "devices"
@@ -58,7 +58,7 @@ def format_curves(curves: Sequence[Curve], *, head: str) -> str:
     sections = [head]
     for curve in curves:
         rows = curve_rows(curve)
-        lines = align_columns(rows, ">" * (len(rows[0]) - 1) + "<")
+        lines = table_lines(rows, ">" * (len(rows[0]) - 1) + "<")
         sections.append("\n".join([curve.label, *(f"  {line}" for line in lines)]))
     return "\n\n".join(sections)
 

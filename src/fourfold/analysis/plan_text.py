@@ -22,7 +22,7 @@ from fourfold.analysis.plan_words import (
 from fourfold.plan.decide.decision import Decision, Refused
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import (
     format_bytes,
     format_count,
@@ -45,7 +45,7 @@ def format_decision(decision: Decision, workload: Workload) -> str:
         [*_format_head(workload), _format_counts(decision, workload)],
         _format_ranking(decision, workload),
         host_lines(decision),
-        ["why the first", *_indent(align_columns(reasons(decision), "<<", gap="   "))],
+        ["why the first", *_indent(table_lines(reasons(decision), "<<", gap="   "))],
         ["where a step goes", *_indent(format_terms(compared(decision)))],
         ["memory of a rank of the first", *_indent(format_memory(decision.answer, workload.memory_bytes))],
         _format_refused(decision.refused),
@@ -73,7 +73,7 @@ def format_confirmed(candidates: Sequence[Prediction], seconds: Sequence[float])
     for each, measured in pairs:
         times = (format_step_seconds(measured), format_step_seconds(each.seconds))
         rows.append((*times, format_difference(each.seconds, measured), plan_words(each.plan)))
-    return "\n".join(align_columns(rows, ">>><"))
+    return "\n".join(table_lines(rows, ">>><"))
 
 
 def format_difference(predicted: float, measured: float) -> str:
@@ -147,7 +147,7 @@ def _share(fraction: float) -> str:
 
 
 def _format_ranking(decision: Decision, workload: Workload) -> list[str]:
-    return [*align_columns(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)]
+    return [*table_lines(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)]
 
 
 def ranking_notes(decision: Decision) -> list[str]:
@@ -167,7 +167,7 @@ def ranking_notes(decision: Decision) -> list[str]:
 def format_terms(predictions: Mapping[str, Prediction]) -> list[str]:
     """The time of a step by term, as lines."""
     rows = term_rows(predictions)
-    return align_columns(rows, "<" + ">" * (len(rows[0]) - 1))
+    return table_lines(rows, "<" + ">" * (len(rows[0]) - 1))
 
 
 def term_rows(predictions: Mapping[str, Prediction]) -> list[tuple[str, ...]]:
@@ -198,7 +198,7 @@ def unit_of(most: float) -> TimeUnit:
 def format_memory(prediction: Prediction, limit_bytes: float | None) -> list[str]:
     """Bytes by kind, of a rank of each place on the pipeline axis, as lines."""
     rows = memory_rows(prediction, limit_bytes)
-    lines = align_columns(rows, "<" + ">" * (len(rows[0]) - 1))
+    lines = table_lines(rows, "<" + ">" * (len(rows[0]) - 1))
     if len(rows) - 1 < len(prediction.by_stage):
         num_places = len(prediction.by_stage)
         lines.append(f"{num_places} places on the pipeline axis: the first, the one that holds most, the last")
@@ -231,7 +231,7 @@ def _format_refused(refused: Sequence[Refused]) -> list[str]:
         return []
     rows = [("needs", "nearest change that fits", "plan")]
     rows += [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused[:MAX_REFUSED]]
-    lines = align_columns(rows, "<<<")
+    lines = table_lines(rows, "<<<")
     more = len(refused) - MAX_REFUSED
     if more > 0:
         lines.append(f"and {more:,} more")
@@ -253,8 +253,8 @@ def _format_front(decision: Decision) -> list[str]:
         )
         for each in front
     ]
-    return align_columns(rows, ">><<")
+    return table_lines(rows, ">><<")
 
 
 def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return [f"  {line}".rstrip() for line in lines]

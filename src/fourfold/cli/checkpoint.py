@@ -21,7 +21,7 @@ from fourfold.words.errors import (
 )
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes
 
 ENDINGS = {"safetensors": ".safetensors", "hf": "-hf", "dcp": "-dcp"}
@@ -52,7 +52,7 @@ def list_checkpoints(run: str) -> int:
     if len(rows) == 1:
         print_text(f"{store.path} holds no checkpoint")
         return 0
-    print("\n".join(align_columns([[*map(escape_controls, row)] for row in rows], ">>>>><")))
+    print_text("\n".join(table_lines([[*map(escape_controls, row)] for row in rows], ">>>>><")))
     return 0
 
 

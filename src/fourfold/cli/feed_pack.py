@@ -15,7 +15,7 @@ from typing import Any
 from fourfold.cli.feed_bench import parse_size
 from fourfold.cli.output import print_text
 from fourfold.words.errors import DataError, Problem, SettingError, closest_match
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_count
 
 WHERE = "fourfold feed pack"
@@ -178,18 +178,18 @@ def run_show(path: str) -> int:
     from fourfold.feed.pack.show import describe_pack
 
     shown = describe_pack(path)
-    for line in align_columns([(name, text) for name, text in shown.facts.items()], "<<", gap="   "):
+    for line in table_lines([(name, text) for name, text in shown.facts.items()], "<<", gap="   "):
         _say(line)
     for title, rows in (("fields", shown.fields), ("first samples", shown.samples)):
         _say(f"\n{title}")
-        for line in align_columns(rows, "<" * len(rows[0]), gap="   "):
+        for line in table_lines(rows, "<" * len(rows[0]), gap="   "):
             _say(f"  {line}")
     if shown.classes:
         _say(f"\n{shown.label}, of {format_count(sum(shown.classes.values()))} samples")
         total = sum(shown.classes.values())
         most = sorted(shown.classes.items(), key=lambda each: -each[1])
         rows = [(name, str(count), f"{100 * count / total:.1f} %") for name, count in most[:MAX_CLASSES_SHOWN]]
-        for line in align_columns(rows, "<>>", gap="   "):
+        for line in table_lines(rows, "<>>", gap="   "):
             _say(f"  {line}")
         if len(most) > MAX_CLASSES_SHOWN:
             _say(f"  and {len(most) - MAX_CLASSES_SHOWN} more, the smallest with {most[-1][1]}")

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, PROGRAM_WORD, RULES_WORD, parse_values
+from fourfold.cli.arguments import CALLBACK_WORD, PROGRAM_WORD, RULES_WORD, ValueType, parse_values
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_init_path
 from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.rules_file import check_rules_path
-from fourfold.cli.task_source import argument_names, bound_names
+from fourfold.cli.task_source import argument_names, bound_names, task_names
 from fourfold.feed.text_path import resolve_text_path
+from fourfold.plan.plan import Plan
 from fourfold.trainer.run_identity import HF_PREFIX
-from fourfold.words.errors import Problem, SettingError, TaskError, closest_match
+from fourfold.words.errors import Problem, SettingError, closest_match
 
 INIT_WORD, TEXT_WORD = "init", "data"
 
@@ -29,12 +30,19 @@ def check_named_files(words: Sequence[str]) -> None:
         check_task(command.task)
     with errors.collect():
         if command.plan_file is not None:
-            read_plan_text(command.plan_file)
+            Plan.from_toml(read_plan_text(command.plan_file), where=command.plan_file)
+    own, file = argument_names(command.task), command.settings_file
+    in_file = {} if file is None else file.sections[settings_file.RUN] | file.sections[settings_file.TASK]
+    # With values of the task's own arguments, whose types are not known here, all problems come at once, later.
+    is_complete = own is not None and not {*own} & {*in_file, *command.values}
+    types = dict.fromkeys(own or (), ValueType(None))
     with errors.collect():
-        parse_values({key: text for key, text in command.values.items() if key == PROGRAM_WORD}, None)
-    own = argument_names(command.task)
+        known = {key: text for key, text in command.values.items() if is_complete or key == PROGRAM_WORD}
+        Plan.from_dict(parse_values(known, types).plan, where="the command line")
+    with errors.collect():
+        if file is not None and is_complete:
+            file.parse(types)
     if own is not None:
-        in_file = {} if command.settings_file is None else command.settings_file.sections[settings_file.RUN]
         _check_settings({k: v for k, v in {**in_file, **command.values}.items() if k not in own}, errors)
         with errors.collect():
             if TEXT_WORD in command.values and (command.task == "lm" or command.task.startswith(HF_PREFIX)):
@@ -46,8 +54,12 @@ def check_task(spec: str) -> None:
     """Raise TaskError for a task that is not there, or a name that its file does not bind."""
     task_loader.check_task_file(spec)
     file, _, name = spec.partition(":")
-    if file.endswith(".py") and name:  # without a name, a file may have another fault, which its import says
-        _check_name(file, name, "a Task, or a function that returns one", TaskError)
+    bound = bound_names(Path(file)) if file.endswith(".py") else None
+    if bound is None:
+        return
+    is_given, name, tasks = bool(name), name or task_loader.DEFAULT_NAME, task_names(Path(file))
+    if name not in bound and (is_given or tasks):  # a file without any may have another fault, which its import says
+        raise task_loader.no_task(f"no {name}", name, tasks, file=file)
 
 
 def _check_settings(given: Mapping[str, Any], errors: ErrorCollector) -> None:
@@ -64,12 +76,13 @@ def _check_settings(given: Mapping[str, Any], errors: ErrorCollector) -> None:
             with errors.collect():
                 task_loader.check_python_file(file, SettingError, "a Python file")
                 if name:
-                    _check_name(file, name, f"FILE.py:name of a callback, as in {CALLBACK_WORD}={file}:…", SettingError)
+                    _check_callback(file, name)
 
 
-def _check_name(file: str, name: str, need: str, kind: type[TaskError] | type[SettingError]) -> None:
-    """Raise an error for a name that nothing in a file binds."""
+def _check_callback(file: str, name: str) -> None:
+    """Raise SettingError for a name that nothing in a file binds."""
     bound = bound_names(Path(file))
     if bound is not None and name not in bound:
         close = closest_match(name, bound) or next(iter(bound), "")
-        raise kind(Problem(f"no {name}", need, f"{file}:{close}" if close else ""), where=file)
+        need = f"FILE.py:name of a callback, as in {CALLBACK_WORD}={file}:…"
+        raise SettingError(Problem(f"no {name}", need, f"{file}:{close}" if close else ""), where=file)

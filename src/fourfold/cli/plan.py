@@ -5,6 +5,7 @@ answer    printed, and written as a plan's file
 Law: nothing is overwritten unless the user says so; what is printed says what it was priced with.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 
     devices = check_num_processes(processes, None)
     arguments = parse_plan_words(words)
+    _check_folders(arguments)
     if arguments.name and (arguments.name.startswith(HF_PREFIX) or ".py" in arguments.name):
         check_task(arguments.name)
     if arguments.name == CALIBRATE:
@@ -81,6 +83,19 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
         return 1
     print_text("\n".join(format_calibrated(measured)))
     return 0
+
+
+def _check_folders(arguments: PlanArguments) -> None:
+    """Raise SettingError where a file that is named has no folder that it can be written into."""
+    need = "a folder that exists and can be written to"
+    named = {name: arguments.own[name] for name in ("out", "html") if name in arguments.own}
+    problems = [
+        Problem(f"{name} = {path}", need, f"mkdir -p {path.parent}")
+        for name, path in named.items()
+        if not os.access(path.parent, os.W_OK)
+    ]
+    if problems:
+        raise SettingError(problems, where=WHERE)
 
 
 def check_out(arguments: PlanArguments) -> None:

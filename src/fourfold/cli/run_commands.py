@@ -238,6 +238,8 @@ def show(words: Sequence[str], page: str | None = None) -> int:
             print_text(line)
         return 0
     check_named_files(words)
+    if not command.has_plan:
+        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
 
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
@@ -248,8 +250,6 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     # dp is 1 unless given: the output must not depend on this machine.
     words = [*words] if command.has_dp else [*words, "dp=1"]
     ready = job.parse_job(words, has_run_dir=False)
-    if not command.has_plan:
-        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
     if not command.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
@@ -281,6 +281,9 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 
     parsed = parse_command(words)
     check_named_files(words)
+    if not parsed.has_plan:
+        need = "a plan or settings file, or fields of a plan"
+        raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
     words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
     world = from_environment()
     required = check_num_processes(processes, world)
@@ -289,14 +292,11 @@ def verify(words: Sequence[str], processes: str | None) -> int:
         from fourfold.analysis.verify import check_verifiable
 
         plan = job.parse_job(words, num_processes=required, has_run_dir=False).plan
-        if not parsed.has_plan:
-            need = "a plan or settings file, or fields of a plan"
-            raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
         check_verifiable(plan)
         return job.prepare_job(words, num_processes=required, has_run_dir=False)
 
     command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=_print_error)
-    if world is None and parsed.has_plan and _becomes_forking_launcher(job.planned_size(words, required)):
+    if world is None and _becomes_forking_launcher(job.planned_size(words, required)):
         checked = forking.run_in_copy(lambda: {"num_processes": check().num_processes})
         return checked if isinstance(checked, int) else _launch(command, **checked, policy=policy, is_forked=True)
     ready = check()

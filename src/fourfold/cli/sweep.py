@@ -20,7 +20,7 @@ from fourfold.cli.settings_file import parse_command
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 
 MAX_VALUE_IN_NAME = 40
 STOP_CODES = (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE)
@@ -139,7 +139,7 @@ def format_sweep(sweep: Sweep, codes: dict[Member, int]) -> list[str]:
         rate = f"{record['rate']:,.0f}" if "rate" in record else ""
         rows.append((*member.values, loss or ended, valid, rate, str(member.run_dir)))
     finished = [str(member.run_dir) for member, record in records.items() if record]
-    lines = align_columns(rows, "<" * len(sweep.keys) + ">>><")
+    lines = table_lines(rows, "<" * len(sweep.keys) + ">>><")
     return lines + (["", f"fourfold report {' '.join(finished)}"] if len(finished) > 1 else [])
 
 

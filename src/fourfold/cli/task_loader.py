@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,9 +133,14 @@ def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
         if callable(value) and getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
     ]
     got = f"no {name}" if member is None else f"{name} is a {type(member).__name__}"
-    close = closest_match(name, tasks) or closest_match(name, functions) or next(iter([*tasks, *functions]), None)
+    raise no_task(got, name, [*tasks, *functions], file=file)
+
+
+def no_task(got: str, name: str, choices: Sequence[str], *, file: str) -> TaskError:
+    """The error of a file without a task of this name. `choices`: the names that may be meant, the likeliest first."""
+    close = closest_match(name, choices) or next(iter(choices), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
-    raise TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
+    return TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
 
 
 def _unknown_task(spec: str) -> Problem:

@@ -34,14 +34,38 @@ def argument_names(spec: str) -> list[str] | None:
     if module in (HF_MODULE, *BUILT_IN.values()):
         found = importlib.util.find_spec(module)
         file = (found and found.origin) or ""
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    name = name or DEFAULT_NAME
+    if (bound_names(Path(file)) or []).count(name) != 1:
         return None
-    functions = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == (name or DEFAULT_NAME)
-    ]
-    if len(functions) != 1 or functions[0].decorator_list:
-        return None
-    arguments = functions[0].args
-    return [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
+    match [node for node in _statements(Path(file)) if _bound_name(node) == name]:
+        case [ast.FunctionDef(args=arguments, decorator_list=[])]:
+            return [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
+        case [ast.Assign(value=value)] if _is_task(value):
+            return []
+    return None
+
+
+def task_names(file: Path) -> list[str]:
+    """The names of what may be a task in a file: those that a Task is assigned to, and functions that make one."""
+    nodes = [node for node in _statements(file) if any(map(_is_task, ast.walk(node)))]
+    return [name for node in nodes if (name := _bound_name(node))]
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+def _bound_name(node: ast.stmt) -> str | None:
+    """The name that a function, or an assignment to one name, binds."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    return None
+
+
+def _is_task(node: ast.AST) -> bool:
+    """Whether this is a call of Task, such as `ff.Task(…)`."""
+    match node:
+        case ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")):
+            return True
+    return False

@@ -13,7 +13,7 @@ from fourfold.cli import job
 from fourfold.cli.output import print_text
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.text_table import align_columns
+from fourfold.words.text_table import table_lines
 
 if TYPE_CHECKING:
     from fourfold.analysis.verify import VerifyResult
@@ -65,7 +65,7 @@ def format_result(prepared: job.Job, result: "VerifyResult") -> list[str]:
         (name, _format_deviation(result.grad_deviations[name]), _format_deviation(result.weight_deviations[name]))
         for name in names
     ]
-    lines += [f"  {line}" for line in align_columns(rows, "<>>")]
+    lines += [f"  {line}" for line in table_lines(rows, "<>>")]
     if len(names) < len(result.weight_deviations):
         lines.append(f"  and {len(result.weight_deviations) - len(names)} more, which deviate no more than these")
     lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, result.loss_deviations))}", ""]

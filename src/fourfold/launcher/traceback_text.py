@@ -11,7 +11,7 @@ import traceback
 
 from fourfold.words.error_notes import frame_owner, has_note, user_frame
 from fourfold.words.errors import FourfoldError
-from fourfold.words.terminal_text import escape_controls
+from fourfold.words.terminal_text import escape_controls, terminal_width
 
 INTERNAL = ("fourfold", "torch", "Python")
 FULL_HINT = "  FOURFOLD_TRACEBACK=full shows every frame"
@@ -30,7 +30,7 @@ def format_error(error: BaseException) -> str:
     """
     full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
     if isinstance(error, FourfoldError) and not full:
-        return error.full_message()
+        return error.full_message(terminal_width())
     report = traceback.TracebackException.from_exception(error)
     if not full:
         _elide_frames(report)

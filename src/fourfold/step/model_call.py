@@ -38,7 +38,8 @@ def _dtype_note(model: torch.nn.Module, inputs: Any) -> str:
     if not needed or given == needed:
         return ""
     attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
-    return f"inputs of {', '.join(given)}   need what the weights take, of {', '.join(needed)}   try {attempt}"
+    need = f"what the weights take, of {', '.join(needed)}"
+    return f"  inputs of {', '.join(given)}\n    need {need}\n    try {attempt}"
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.throughput import AVERAGED_STEPS
 from fourfold.trainer.tracer import Tracer
+from fourfold.words.error_notes import has_note
 from fourfold.words.errors import (
     INTERRUPT_EXIT_CODE,
     DataError,
@@ -124,7 +125,7 @@ class TrainingLoop:
         except Exception as error:
             if not isinstance(error, FourfoldError):
                 samples = getattr(batch, "samples", None)
-                names = "" if samples is None else f", with {self._feed.sample_names(samples)}"
+                names = "" if samples is None or has_note(error) else f", with {self._feed.sample_names(samples)}"
                 error.add_note(f"in step {number}{names}")
             raise
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.words.terminal_text import escape_controls, terminal_width
+from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
@@ -98,9 +98,9 @@ class FourfoldError(Exception):
     def __str__(self) -> str:
         return format_problems(self.problems, where=self.where)
 
-    def full_message(self) -> str:
-        """The message with the class of the error in front, as at the end of a traceback."""
-        return f"{type(self).__name__}: {self}"
+    def full_message(self, width: int | None = None) -> str:
+        """The message with the class of the error in front, as at the end of a traceback; see `format_problems`."""
+        return f"{type(self).__name__}: {format_problems(self.problems, where=self.where, width=width)}"
 
 
 class PlanError(FourfoldError):
@@ -179,10 +179,11 @@ class DivergenceError(FourfoldError):
     exit_code = 1
 
 
-def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
+def format_problems(problems: Sequence[Problem], *, where: str = "", width: int | None = None) -> str:
     """The text of an error: a heading, then one row per problem with aligned columns. Safe to print.
 
-    Where a row does not fit into the terminal, got, need and try stand below one another.
+    If a row is longer than `width`, got, need and try stand below one another. `str` of an error gives none: logs and
+    notebooks have the same text on every machine; who prints for a terminal gives its width.
     """
     problems = [Problem(*map(escape_controls, map(_shortened, problem))) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
@@ -191,7 +192,7 @@ def format_problems(problems: Sequence[Problem], *, where: str = "") -> str:
     location = f" in {escape_controls(where)}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
-    if max(map(len, lines)) + 2 > terminal_width():
+    if width is not None and max(map(len, lines)) + 2 > width:
         lines = list(_stacked_lines(problems))
     return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
 

@@ -12,6 +12,8 @@ import unicodedata
 ALLOWED_CONTROLS = "\n\t"
 MIN_WIDTH = 40
 MAX_LABEL = 40  # characters in front of a text that continues below itself, such as the name of a setting
+FRAME_INDENT = " " * 4  # of a line of code in a traceback
+MARKS = re.compile(r" +[~^]+")
 COLUMN = re.compile(r"(?<=\S) {2,}(?=\S)|^ +(?:need|try) ")
 
 
@@ -34,21 +36,34 @@ def terminal_width() -> int:
 def wrap_lines(text: str, width: int | None = None) -> str:
     """The text with its long lines wrapped to `width`, by default the terminal's.
 
-    A line goes on below its last column if that begins near the left, else two columns to the right of its start. Rows
-    of wide tables, and the frames of a traceback, stay as they are.
+    A line goes on below its last column if that begins near the left, else two columns to the right of its start. Of a
+    frame of a traceback, the place stays as it is, and of its line of code the part that is marked is shown.
     """
-    width, lines, is_frame = width or terminal_width(), list[str](), False
-    for line in text.split("\n"):
-        is_frame = line.startswith('  File "') or (is_frame and line.startswith("    "))
-        lines += [line] if is_frame else _wrap(line, width)
+    width, lines, is_frame, part = width or terminal_width(), list[str](), False, slice(None)
+    given = text.split("\n")
+    for line, below in zip(given, [*given[1:], ""], strict=True):
+        is_code = is_frame and line.startswith(FRAME_INDENT)
+        is_frame = is_code or line.startswith('  File "')
+        if is_code:
+            part = part if MARKS.fullmatch(line) else _shown_part(line, below, width)
+            lines.append(FRAME_INDENT + line.removeprefix(FRAME_INDENT)[part].rstrip())
+        else:
+            lines += [line] if is_frame else _wrap(line, width)
     return "\n".join(lines)
 
 
+def _shown_part(code: str, below: str, width: int) -> slice:
+    """Of a frame's line of code, what fits: from a little in front of the first of the marks below it."""
+    room, length = width - len(FRAME_INDENT), len(code) - len(FRAME_INDENT)
+    marked = len(below) - len(below.lstrip()) - len(FRAME_INDENT) if MARKS.fullmatch(below) else 0
+    start = max(0, min(marked - room // 4, length - room))
+    return slice(start, start + room)
+
+
 def _wrap(line: str, width: int) -> list[str]:
-    columns = [match.end() for match in COLUMN.finditer(line)]
-    is_wide_table = len(columns) > 1 and columns[-1] > MAX_LABEL
-    if len(line) <= width or is_wide_table:
+    if len(line) <= width:
         return [line]
+    columns = [match.end() for match in COLUMN.finditer(line)]
     below = columns[-1] if columns and columns[-1] <= MAX_LABEL else len(line) - len(line.lstrip()) + 2
     wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * below, replace_whitespace=False)
     wrapper.break_long_words = wrapper.break_on_hyphens = False

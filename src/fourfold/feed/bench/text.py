@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from fourfold.feed.bench.disk import Ceiling
 from fourfold.feed.bench.result import WINDOW_TEXT, Result, histogram, percentile
 from fourfold.plan.utilization import Window
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import terminal_width
+from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_si
 
 WIDTH = 100
@@ -26,9 +27,9 @@ def format_result(result: Result) -> str:
     """The whole report of one training."""
     workload = result.workload
     head = f"{name_of(result)}, {workload.batch_size} samples a step, files of {workload.format}"
-    parts = [head, "", *align_columns([COLUMNS, *epoch_rows(result)], "<>>>>>>>"), ""]
+    parts = [head, "", *table_lines([COLUMNS, *epoch_rows(result)], "<>>>>>>>"), ""]
     parts += [*_wrapped(f"Window: {WINDOW_TEXT}."), ""]
-    parts += align_columns(summary_rows(result), "<<")
+    parts += table_lines(summary_rows(result), "<<")
     if result.scaled:
         parts += ["", *_wrapped(f"Scaled: {'; '.join(result.scaled)}.")]
     parts += ["", *_wrapped(RULES), "", "Waits for a batch"]
@@ -114,7 +115,7 @@ def _ceiling_text(ceiling: Ceiling) -> str:
 def _histogram_lines(result: Result) -> list[str]:
     rows = histogram(result.waits)
     most = max(count for _, count in rows) or 1
-    return align_columns([(label, str(count), "█" * round(BAR * count / most)) for label, count in rows], "<><")
+    return table_lines([(label, str(count), "█" * round(BAR * count / most)) for label, count in rows], "<><")
 
 
 def format_sweep(results: Sequence[Result]) -> str:
@@ -126,8 +127,8 @@ def format_sweep(results: Sequence[Result]) -> str:
     for size in sizes:
         cells = [found.get((name, size)) for name in names]
         rows.append((str(size), *(UNKNOWN if each is None else percent(each.utilization) for each in cells)))
-    return "\n".join(align_columns(rows, "<" + ">" * len(names)))
+    return "\n".join(table_lines(rows, "<" + ">" * len(names)))
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
+    return textwrap.wrap(text, min(WIDTH, terminal_width()))

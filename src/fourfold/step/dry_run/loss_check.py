@@ -171,19 +171,19 @@ def check_loss(
     """The result of the strictest check that can be made; `memory_fit` says which ones fit into memory."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return CheckResult(None, None, "the weights of TorchScript modules cannot be replaced by copies")
-    reasons: list[str] = []
+    reasons: list[tuple[str, str]] = []
     if not memory_fit.fits_float64:
-        reasons.append("weights, gradients and activations do not fit into memory in float64")
+        reasons.append(("", "weights, gradients and activations do not fit into memory in float64"))
     if not memory_fit.fits_model_dtype:
         return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
     for config in LOSS_CHECKS if memory_fit.fits_float64 else LOSS_CHECKS[-1:]:
         try:
             with preserve_module(model), preserve_module(objective.loss_modules(model)):
                 problem = _run_check(model, objective, config, full, parts, device)
-            return CheckResult(problem, str(config), "; ".join(reasons))
+            return CheckResult(problem, str(config), "; ".join(where + cause for where, cause in reasons))
         except CheckUnavailable as error:
-            reasons.append(f"{config}: {error}")
-    return CheckResult(None, None, "; ".join(reasons))
+            reasons.append((f"{config}: ", str(error)))
+    return CheckResult(None, None, "; ".join(dict.fromkeys(cause for _, cause in reasons)))
 
 
 def _run_check(
