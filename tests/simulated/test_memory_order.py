@@ -99,6 +99,20 @@ def test_checkpoints_and_states_are_the_same_in_both_orders(saved_in, tmp_path):
         assert max(deviations) <= TOLERANCE
 
 
+@pytest.mark.parametrize("given_in", [True, False], ids=["given in channels_last", "given contiguous"])
+def test_averages_of_weights_take_their_place_and_give_it_back(given_in):
+    def body(comm: Any) -> None:
+        step, other = step_of(comm), net(channels_last=given_in)
+        train(step)
+        before = {name: weight.clone() for name, weight in step.named_weights()}
+        others = {name: p.detach() + 1 for name, p in other.named_parameters()}
+        with step.swapped_weights(others):
+            assert all(torch.equal(weight, others[name]) for name, weight in step.named_weights())
+        assert all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
+
+    threads.run(2, body)
+
+
 def test_ranks_that_differ_in_it_are_contiguous_and_say_so(caplog):
     def body(comm: Any) -> list[tuple[int, ...]]:
         return orders(step_of(comm, channels_last=comm.rank == 0))

@@ -62,7 +62,8 @@ class WholeLayout:
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
-        return shaped(part.clone(), self._parameters[name])
+        like = self._parameters[name]
+        return part.clone() if part.shape == like.shape else shaped(part.clone(), like)
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value]
