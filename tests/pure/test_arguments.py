@@ -346,7 +346,12 @@ def test_invalid_lr_schedule_arguments_of_any_type_are_reported_by_name(name: st
 
 def test_a_model_that_something_else_lays_over_devices_is_refused_by_name(tmp_path: Any) -> None:
     engine = type("DeepSpeedEngine", (nn.Module,), {})  # by name: the package is not installed
-    for kind, attempt in ((nn.DataParallel, "model.0.module"), (engine, "model.0 before deepspeed.initialize")):
+    replicated = type("DDP", (nn.Module,), {})  # the class that torch's replicate(…) puts before a module's own
+    for kind, attempt in (
+        (nn.DataParallel, "model.0.module"),
+        (engine, "model.0 before deepspeed.initialize"),
+        (replicated, "model.0 without replicate"),
+    ):
 
         def model(kind: Any = kind) -> nn.Module:
             return nn.Sequential(kind(nn.Linear(4, 1)) if kind is nn.DataParallel else kind(), nn.Linear(4, 1))

@@ -24,6 +24,7 @@ WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport"
 WRAPPERS = {
     "DistributedDataParallel": "{model}.module",
     "DataParallel": "{model}.module",
+    "DDP": "{model} without replicate(…)",
     "DeepSpeedEngine": "{model} before deepspeed.initialize(…)",
     "FullyShardedDataParallel": "{model} before it was wrapped, and zero = 3 in the plan, which splits its weights",
     "FSDPModule": "{model} without fully_shard(…), and zero = 3 in the plan, which splits its weights",
