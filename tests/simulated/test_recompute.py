@@ -183,6 +183,45 @@ def test_blocks_whose_inputs_differ_on_tensor_ranks_keep_them_whole(recompute: s
     assert all(torch.equal(got.weights[name], weight) for name, weight in kept.weights.items())
 
 
+class TakesFeatures(nn.Module):
+    """A block that some batches call with features of a tensor rank before its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 12), nn.Linear(12, 16)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *given, hidden = inputs
+        features = sum(given, self.up(hidden))
+        return features, torch.tanh(hidden + self.down(torch.tanh(features)))
+
+
+class WithFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+        self.blocks = nn.ModuleList([TakesFeatures(), TakesFeatures()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, hidden = self.blocks[0](self.first(x))
+        return self.head(self.blocks[1](*([features] if len(x) % 3 == 0 else []), hidden)[1])
+
+
+def test_inputs_of_blocks_may_vary_from_batch_to_batch() -> None:
+    case = Case(batch_sizes=(4, 6, 4), loss="pair")
+
+    def body(comm: Any, recompute: str) -> TrainingResult:
+        with cases.SEED_LOCK:
+            torch.manual_seed(7)
+            model = WithFeatures().double()
+        rules, plan = {"blocks.*.up": "column", "blocks.*.down": "row"}, Plan(tp=2, recompute=recompute)
+        step = TrainStep(model, cases.loss(case), cases.optimizer(case), communicator=comm, plan=plan, tensor=rules)
+        return cases.train_step(case, step)
+
+    got, kept = (threads.run(2, functools.partial(body, recompute=each))[0] for each in ("full", "none"))
+    assert all(torch.equal(got.weights[name], weight) for name, weight in kept.weights.items())
+
+
 class Counter(nn.Module):
     """Writes a buffer that is no statistic."""
 

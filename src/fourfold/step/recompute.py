@@ -107,13 +107,14 @@ def recomputed_blocks(model: nn.Module, recompute: str) -> tuple[str, ...]:
 
 
 class _Block:
-    """One block. The layout of its inputs in its first forward holds for all."""
+    """One block. The layout of its inputs in a first forward holds for all calls with such arguments."""
 
     def __init__(self, name: str, group: TensorGroup, split_params: Sequence[Tensor], *, selective: bool) -> None:
         self.name, self._group, self._selective = name, group, selective
         self._split_ids = {id(p) for p in split_params}
-        self._is_whole: dict[int, bool] = {}
-        """By place among the tensors that need gradients: whether all ranks of the group have the same."""
+        self._are_whole: dict[Any, list[bool]] = {}
+        """By the arguments that are tensors, which may vary: of those that need gradients, whether all ranks of the
+        group have the same."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
@@ -142,11 +143,11 @@ class _Block:
 
     def _boundaries(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The block's inputs of which each rank of the group keeps a part."""
-        inputs = trained_inputs(tree_leaves((args, kwargs)))
-        for place, tensor in enumerate(inputs):
-            if place not in self._is_whole:
-                self._is_whole[place] = self._has_whole_layout(tensor)
-        return [tensor for place, tensor in enumerate(inputs) if self._is_whole[place]]
+        inputs, named = trained_inputs(tree_leaves((args, kwargs))), (*enumerate(args), *kwargs.items())
+        given = tuple((name, *(each.requires_grad for each in tree_leaves(value))) for name, value in named)
+        if given not in self._are_whole:
+            self._are_whole[given] = [self._has_whole_layout(each) for each in inputs]
+        return [each for each, is_whole in zip(inputs, self._are_whole[given], strict=True) if is_whole]
 
     def _has_whole_layout(self, tensor: Tensor) -> bool:
         """Whether a tensor is made outside of split regions. Collective where another stage may have made it."""
