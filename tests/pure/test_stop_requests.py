@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.environment import early_sigterm
 from fourfold.environment.world import World
 from fourfold.trainer import stop_signal
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
@@ -293,3 +294,12 @@ def test_stop_seconds_must_be_a_positive_number() -> None:
     for text in ("0", "-1", "nan", "inf", "1e300", "soon"):
         with pytest.raises(SettingError, match="a number of seconds above 0"):
             stop_signal.stop_seconds({stop_signal.STOP_SECONDS_VARIABLE: text})
+
+
+def test_a_command_within_a_program_leaves_its_signals_as_they_were():
+    before = signal.getsignal(signal.SIGTERM)
+    early_sigterm.install()
+    early_sigterm.answer_in_thread()
+    early_sigterm.restore()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -15,6 +15,8 @@ from types import FrameType
 LINE = b"fourfold: stopped by SIGTERM; run the same command again\n"
 _SIGTERM = {signal.SIGTERM}
 _answering = _thread.allocate_lock()
+_writers: list[int] = []
+"""The file descriptor that wakes the thread of `answer_in_thread`, while there is one."""
 
 
 def install() -> None:
@@ -52,6 +54,7 @@ def answer_in_thread() -> None:
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    _writers.append(writer)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), name="fourfold SIGTERM", daemon=True).start()
 
@@ -69,15 +72,15 @@ def _ignore() -> None:
 
 
 def restore() -> None:
-    """Python's own handler again, for a program that is not ours."""
+    """Python's own handler again, for a program that is not ours, and no thread."""
     if is_installed():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    while _writers:
+        writer, current = _writers.pop(), signal.set_wakeup_fd(-1)
+        if current != writer:
+            signal.set_wakeup_fd(current)
+        os.close(writer)
 
 
-def _restore_in_fork() -> None:
-    if is_installed():
-        signal.set_wakeup_fd(-1)  # or this process's thread would take the fork's signals for its own
-        restore()
-
-
-os.register_at_fork(after_in_child=_restore_in_fork)
+# Or the thread of the process that forks would take the fork's signals for its own.
+os.register_at_fork(after_in_child=restore)
