@@ -76,9 +76,11 @@ def test_everything_wrong_with_a_gpt_is_told_at_once():
     assert "try width=256" in text
     assert "heads=0" in text
     assert "a gpt without width" in text
-    for text in ("-24", "0", "1.5", "many", ""):
+    for text in ("-24", "0", "1.5", "many", "", "1000000000"):
         with pytest.raises(SettingError, match=f"layers={text} +need a whole number of at least 1"):
             gpt_source(["gpt", f"layers={text}", "width=256", "heads=4"])
+    with pytest.raises(SettingError, match="need a whole number of at least 1 and at most 16,777,216"):
+        gpt_source(["gpt", "layers=4", "width=256", "heads=4", f"length={'9' * 5000}"])  # more digits than Python reads
     with pytest.raises(SettingError, match="a width divisible by heads"):
         gpt_source(["gpt", "layers=4", "width=256", "heads=3"])
 

@@ -54,6 +54,7 @@ def prepared(*words: str) -> Sweep:
     (["text=a,b", "callback=csv,early_stopping"], {}),
     (["name=a,b"], {}),
     (["unknown=1,2"], {}),
+    (["pp=4", "stages=4,1,4,3", "program=a,b.txt"], {}),
 ])  # fmt: skip
 def test_a_comma_separates_values_unless_they_have_commas_themselves(words: list[str], swept: Any) -> None:
     assert swept_values(["mine.py", *words]) == swept

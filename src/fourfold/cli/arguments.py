@@ -20,7 +20,7 @@ from typing import Any
 from fourfold.cli.plan_word import PLAN_WORD
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.declared_settings import Setting, declared_settings, setting
@@ -289,6 +289,16 @@ def parse_values(values: Mapping[str, str], arguments: Mapping[str, ValueType] |
     if problems:
         raise SettingError(problems, where="the command line")
     return parsed
+
+
+def has_several_values(key: str, text: str, arguments: Mapping[str, ValueType]) -> bool:
+    """Whether the commas of `key=a,b` stand between values of the key, and not within one: a text or a tuple."""
+    if "," not in text:
+        return False
+    if key in FIELDS:
+        return not FIELD_RULES[key].is_text
+    key_type = arguments.get(key) or RUN_SETTINGS.get(key)
+    return key_type is not None and (key_type.type in (bool, int, float) or bool(key_type.choices))
 
 
 def _read_program(path: str) -> str:

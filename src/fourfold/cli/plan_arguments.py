@@ -20,6 +20,7 @@ from fourfold.words.errors import Problem, SettingError
 WHERE = "fourfold plan"
 GPT = "gpt"
 BATCH = "batch_size"
+MAX_BATCH = 2**20  # samples in a step
 CALIBRATE = "calibrate"
 DEFAULT_OUT, NO_FILE = "plan.toml", "none"
 MAX_CONFIRMED = 8
@@ -42,6 +43,17 @@ def _parse_count(text: str) -> int:
     if value < 1:
         raise ValueError(text)
     return value
+
+
+def read_size(text: str, largest: int) -> int | None:
+    """The whole number from 1 to `largest` in a text; None: there is none."""
+    is_number = text.isdecimal() and len(text) <= len(str(largest))
+    return int(text) if is_number and 1 <= int(text) <= largest else None
+
+
+def size_need(largest: int) -> str:
+    """What `read_size` reads."""
+    return f"a whole number of at least 1 and at most {largest:,}"
 
 
 def _parse_confirm(text: str) -> int:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
-from fourfold.cli.plan_arguments import BATCH, GPT, WHERE
+from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, read_size, size_need
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 
 NEEDED = ("layers", "width", "heads")
 OPTIONAL = {"vocabulary": 51200, "length": 2048, BATCH: 512}
+LARGEST = {"layers": 2**10, "width": 2**20, "heads": 2**20, "vocabulary": 2**24, "length": 2**24, BATCH: MAX_BATCH}
+"""Beyond any model, and still answered in a time that one waits."""
 EXAMPLE = "layers=24 width=2304 heads=24"
 
 
@@ -30,10 +32,10 @@ def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
             close = closest_match(match["key"], (*NEEDED, *OPTIONAL))
             need = f"one of {', '.join((*NEEDED, *OPTIONAL))}, or a field of the plan"
             problems.append(Problem(word, need, f"{close}={match['value']}" if close else ""))
-        elif not (match["value"].isdecimal() and int(match["value"])):
-            problems.append(Problem(word, "a whole number of at least 1"))
+        elif (value := read_size(match["value"], LARGEST[match["key"]])) is None:
+            problems.append(Problem(word, size_need(LARGEST[match["key"]])))
         else:
-            values[match["key"]] = int(match["value"])
+            values[match["key"]] = value
     named = {word.partition("=")[0] for word in words}
     if missing := [name for name in NEEDED if name not in named]:
         problems.append(Problem(f"a gpt without {' and '.join(missing)}", "its size", EXAMPLE))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fourfold.cli import job, settings_file, task_loader
 from fourfold.cli.arguments import parse_args, parse_values
-from fourfold.cli.plan_arguments import BATCH, GPT, WHERE, PlanArguments
+from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, PlanArguments, read_size, size_need
 from fourfold.cli.plan_gpt import gpt_source
 from fourfold.cli.plan_machine import Machine, calibration_words, described_machine, this_machine
 from fourfold.cli.strategy import STRATEGY_WORDS
@@ -210,9 +210,9 @@ def _size_of(ask: Ask) -> int | None:
 def parse_batch(word: str) -> int:
     """The batch in `batch_size=…`. Raises SettingError."""
     text = word.partition("=")[2]
-    if not (text.isdecimal() and int(text)):
-        raise SettingError(Problem(f"{BATCH} = {text or '(nothing)'}", "a whole number of at least 1"), where=WHERE)
-    return int(text)
+    if (size := read_size(text, MAX_BATCH)) is None:
+        raise SettingError(Problem(f"{BATCH} = {text or '(nothing)'}", size_need(MAX_BATCH)), where=WHERE)
+    return size
 
 
 def trained_task(words: Sequence[str]) -> TaskSource:

@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fourfold.analysis.plan_curves import DEVICES, Curve, Point
-from fourfold.cli.arguments import KEY_VALUE
-from fourfold.cli.plan_arguments import BATCH, OWN_WORDS, WHERE, PlanArguments
+from fourfold.cli import settings_file, task_loader
+from fourfold.cli.arguments import KEY_VALUE, ValueType, has_several_values
+from fourfold.cli.plan_arguments import BATCH, GPT, OWN_WORDS, WHERE, PlanArguments
+from fourfold.cli.plan_gpt import LARGEST
 from fourfold.cli.plan_question import Questions
-from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError, Problem, SettingError
 
 MAX_POINTS = 64
@@ -21,9 +22,10 @@ MAX_POINTS = 64
 def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
     """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
     found = {key: text.split(",") for key, text in texts.items() if OWN_WORDS[key][2] and "," in text}
-    for word in arguments.others:
-        match = KEY_VALUE.fullmatch(word)
-        if match and "," in match["value"] and _is_list(match["key"], match["value"].split(",")):
+    with_commas = [match for word in arguments.others if (match := KEY_VALUE.fullmatch(word)) and "," in match["value"]]
+    types = _value_types(arguments) if with_commas else {}
+    for match in with_commas:
+        if has_several_values(match["key"], match["value"], types):
             found[match["key"]] = match["value"].split(",")
     problems = [
         Problem(f"{key}={','.join(values)}", "a value on both sides of each comma, each of them once")
@@ -40,11 +42,11 @@ def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list
     return found
 
 
-def _is_list(key: str, values: Sequence[str]) -> bool:
-    """Whether the commas stand between values: of a plan's field (but its texts have commas), or of numbers."""
-    if key in FIELDS:
-        return key not in ("stages", "dims", "program")
-    return all(not text or _is_number(text) for text in values) and any(values)
+def _value_types(arguments: PlanArguments) -> dict[str, ValueType]:
+    """Of the arguments of the task or of the formula. Raises FourfoldError."""
+    if arguments.name == GPT:
+        return dict.fromkeys(LARGEST, ValueType(int))
+    return task_loader.task_arguments(task_loader.find_task(settings_file.parse_command(arguments.others).task))
 
 
 def _is_number(text: str) -> bool:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.cli import job, task_loader
-from fourfold.cli.arguments import KEY_VALUE, RUN_SETTINGS, ValueType
+from fourfold.cli.arguments import KEY_VALUE, has_several_values
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_word import PLAN_AUTO
 from fourfold.cli.settings_file import parse_command
-from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
 from fourfold.words.text_table import table_lines
@@ -47,7 +46,7 @@ def swept_values(words: Sequence[str]) -> dict[str, list[str]]:
         return {}
     command = parse_command(words)
     types = task_loader.task_arguments(task_loader.find_task(command.task))
-    swept = {key: text.split(",") for key, text in command.values.items() if _is_swept(key, text, types)}
+    swept = {key: text.split(",") for key, text in command.values.items() if has_several_values(key, text, types)}
     problems = []
     for key, values in swept.items():
         if "" in values:
@@ -57,16 +56,6 @@ def swept_values(words: Sequence[str]) -> dict[str, list[str]]:
     if problems:
         raise SettingError(problems, where="the command line")
     return swept
-
-
-def _is_swept(key: str, text: str, types: dict[str, ValueType]) -> bool:
-    if "," not in text or key == "name":
-        return False
-    if key in FIELDS:
-        return True
-    key_type = types.get(key) or RUN_SETTINGS.get(key)
-    # A comma may be part of a text, or stand between the values of a tuple.
-    return key_type is not None and (key_type.type in (bool, int, float) or bool(key_type.choices))
 
 
 def prepare_sweep(words: Sequence[str], swept: dict[str, list[str]], *, num_processes: int | None) -> Sweep:

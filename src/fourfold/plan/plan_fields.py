@@ -58,6 +58,11 @@ class FieldRule:
             )
         return f"a whole number of at least {self.minimum}" + (", or nothing" if self.optional else "")
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds any text, in which commas are nothing special, such as `stages = "4,1,4,3"`."""
+        return self.value_type is str and not self.choices
+
     def accepts(self, value: object) -> bool:
         """Whether the field may hold this value, in this version or a later one."""
         if value is None:
