@@ -229,6 +229,18 @@ def test_where_nothing_fits_the_error_says_the_least_that_would():
         decide_among(Question(Ask(tp=1, pp=1, sp=1, zero=3), pricing.space, pricing, 30.0))
 
 
+def test_where_nothing_is_legal_the_cause_comes_first_and_each_remedy_once():
+    pricing = make_case(devices=8, per_host=8)
+    pricing.space = pricing.space._replace(batch_size=7)
+    with pytest.raises(PlanError) as error:
+        decide_among(Question(Ask(pp=1, sp=1), pricing.space, pricing, math.inf))
+    assert error.value.problems[0].got.startswith("batch_size = 7, dp = 8")
+    with pytest.raises(PlanError) as error:
+        decide_among(Question(Ask(shard=3), pricing.space, pricing, math.inf))
+    remedies = [each.attempt for each in error.value.problems]
+    assert len(set(remedies)) == len(remedies)
+
+
 def test_savings_add_up_to_the_difference():
     pricing = make_case(devices=4)
     one, other = pricing.estimate(Plan(dp=4)), pricing.estimate(Plan(pp=4, microbatches=4))

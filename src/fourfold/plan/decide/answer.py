@@ -6,7 +6,8 @@ Law: the answer has what the ask pins, fits, and is not slower than any baseline
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.decide.ask import Ask
@@ -24,6 +25,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.words.errors import PlanError, Problem
+from fourfold.words.mesh import AXES
 
 PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
 
@@ -125,9 +127,19 @@ def _why_nothing(found: Found, question: Question) -> list[Problem]:
     ask, space, pricing, limit = question[:4]
     if found.too_large:
         return nothing_fits(found.too_large, ask, space, pricing, limit_bytes=limit)
-    if found.problems:
-        return list(found.problems)
+    if problems := [*_problems_of_plain(ask, space), *found.problems]:
+        by_remedy = {each.attempt or each.got: each for each in reversed(problems)}  # the first of each
+        return [each for each in problems if by_remedy.get(each.attempt or each.got) is each]
     got = f"{space.num_devices} devices, {space.batch_size} samples in a step, {space.num_blocks} blocks"
     need = "a mesh: data ranks that divide the samples, and at most as many places of the pipeline as blocks"
     fitting = max(size for size in divisors(space.batch_size) if size <= space.num_devices)
     return [Problem(got, need, f"devices = {fitting}, or fewer pinned axes")]
+
+
+def _problems_of_plain(ask: Ask, space: Space) -> Sequence[Problem]:
+    """Why what is pinned cannot be carried out with all other devices as data ranks: what one tries first."""
+    inner = math.prod(size for axis in AXES if axis != "dp" and isinstance(size := ask.pinned.get(axis), int))
+    try:
+        return space.problems(Plan.from_dict({"dp": space.num_devices // inner, **ask.pinned}))
+    except PlanError as error:
+        return error.problems
