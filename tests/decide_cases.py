@@ -155,16 +155,17 @@ class FakePricing:
 
     def estimate(self, plan: Plan) -> Prediction:
         self.estimated.append(plan)
-        return Prediction(plan, self._terms(plan), self._memory(plan), {})
+        return Prediction(plan, self.terms(plan), self._memory(plan), {})
 
     def simulate(self, plan: Plan) -> Prediction:
         """The estimate, but for an error of up to `wobble` that depends on the plan's text alone."""
         self.simulated.append(plan)
-        predicted = Prediction(plan, self._terms(plan), self._memory(plan), {})
+        predicted = Prediction(plan, self.terms(plan), self._memory(plan), {})
         factor = 1 + self.wobble * (2 * (sum(map(ord, plan.to_toml())) % 101) / 100 - 1)
         return dataclasses.replace(predicted, terms=StepTerms(*(term * factor for term in predicted.terms)))
 
-    def _terms(self, plan: Plan) -> StepTerms:
+    def terms(self, plan: Plan) -> StepTerms:
+        self._check(plan)
         chain, m, rates = self._chain(plan), plan.microbatches, self.rates
         tensor, sequence = self._axes(plan)
         seconds = [block.seconds for block in chain.blocks]

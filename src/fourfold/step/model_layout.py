@@ -40,7 +40,18 @@ def laid_out_specs(
     rules           of the tensor axis
     tensor, stages  the plan's
     """
-    specs = model_specs(model, optimizer, place_shards(model, rules, tensor))
+    return on_stages(model, tensor_specs(model, optimizer, rules, tensor), stages)
+
+
+def tensor_specs(
+    model: nn.Module, optimizer: Optimizer, rules: Mapping[str, str], tensor: TensorSpec
+) -> list[ParamSpec]:
+    """The trained parameters without stages. Raises PlanError if the model cannot be split."""
+    return model_specs(model, optimizer, place_shards(model, rules, tensor))
+
+
+def on_stages(model: nn.Module, specs: list[ParamSpec], stages: StageSpec) -> list[ParamSpec]:
+    """The trained parameters of a model on the stages of a plan. `specs`: as they are without stages."""
     if stages.num_stages == 1:
         return specs
     found = map_stages(model, stages)

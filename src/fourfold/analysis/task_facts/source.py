@@ -29,11 +29,13 @@ from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import ModelFacts
+from fourfold.plan.tensor_dims import TensorSpec
+from fourfold.plan.tensor_residual import WHOLE
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch import find_positions, unpack_batch
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import model_traits
-from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.model_layout import on_stages, tensor_specs
 from fourfold.step.model_specs import update_spec
 from fourfold.step.pipeline.chain import Chain, find_chain, is_behind, map_stages, tied_parameters
 from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError
@@ -54,6 +56,7 @@ class TaskFacts:
         self._forwards: dict[tuple[object, ...], Forwards] = {}
         self._laid_out: dict[tuple[object, ...], FakeModel] = {}
         self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
+        self._whole_specs: dict[TensorSpec, list[ParamSpec]] = {}
         self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
         self._stage_blocks: dict[StageSpec, tuple[range, ...]] = {}
 
@@ -104,11 +107,12 @@ class TaskFacts:
         return FakeBatch(inputs, targets, None if positions is None else positions.shape[1])
 
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:
-        key = (plan.tensor_spec, plan.stage_spec)
+        tensor = plan.tensor_spec._replace(residual=WHOLE)  # of hidden tensors, not of parameters
+        key = (tensor, plan.stage_spec)
         if key not in self._specs:
-            self._specs[key] = laid_out_specs(
-                self._model, self._optimizer, self._task.tensor, plan.tensor_spec, plan.stage_spec
-            )
+            if tensor not in self._whole_specs:
+                self._whole_specs[tensor] = tensor_specs(self._model, self._optimizer, self._task.tensor, tensor)
+            self._specs[key] = on_stages(self._model, self._whole_specs[tensor], plan.stage_spec)
         return self._specs[key]
 
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.words.errors import Problem
 
 
@@ -39,6 +39,10 @@ class Pricing(Protocol):
 
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
         """Values of `stages` that are better for the plan than its own, if it has several stages."""
+        ...
+
+    def terms(self, plan: Plan) -> StepTerms:
+        """Of its estimate: what a rank holds takes longer to find out."""
         ...
 
     def estimate(self, plan: Plan) -> Prediction: ...

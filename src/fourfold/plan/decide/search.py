@@ -3,7 +3,7 @@
 best     the fewest estimated seconds of a plan that fits
 margin   plans within this factor of the best are kept: one of them may be the answer
 lean     the variant of a group that holds least: 1F1B, everything split, gradients that are freed early
-pruned   a group whose floor, or whose lean variant, says that none of its plans is within the margin and fits
+pruned   a group whose floor, seconds, or lean variant say that none of its plans is within the margin and fits
 Law: the kept plans are those of a full enumeration with even stages, and some with better ones.
 
 Three facts about estimates make it exact. The schedule changes waiting and activations; zero, shard and update change
@@ -14,24 +14,26 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
-CUT_FIELDS = ("precision", "tp", "sp", "ulysses", "ring", "residual")
+CUT_FIELDS = ("precision", "tp", "sp", "ulysses", "ring", "residual", "recompute")
+RECOMPUTES = FIELD_RULES["recompute"].choices
 SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
 FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the memory that they save
 MAX_FRONT_GROUPS = 2000
 ROUNDING = 1 + 1e-9  # of sums in another order
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -63,18 +65,24 @@ class _Group(NamedTuple):
     plan: Plan
 
 
+class _Timed(NamedTuple):
+    """A plan and the terms of its estimate, without what it holds."""
+
+    plan: Plan
+    terms: StepTerms
+
+
 class _Mesh:
     """The groups of a mesh of which some plan can be carried out.
 
-    fits  whether some plan of them fits: found when it is asked for, because it takes the facts of activations
+    smallest  by `recompute`: the group with the smallest microbatches; first the one that computes most again
     """
 
-    def __init__(self, groups: Sequence[_Group], has_lean: Callable[[_Group], bool]) -> None:
-        self.groups, self._has_lean = groups, has_lean
-
-    @cached_property
-    def fits(self) -> bool:
-        return any(map(self._has_lean, _smallest(self.groups)))
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self.groups = groups
+        by_size = sorted(groups, key=lambda group: group.plan.microbatches)
+        smallest = {group.plan.recompute: group for group in by_size}
+        self.smallest = {name: smallest[name] for name in reversed(RECOMPUTES) if name in smallest}
 
 
 def search(
@@ -102,7 +110,10 @@ def search(
 def first_fitting(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> Plan | None:
     """Some plan of an ask that fits; None: there is none."""
     searcher = _Searcher(ask, space, pricing, limit_bytes, 1.0, math.inf)
-    return next((searcher.found.kept[0].plan for mesh in searcher.meshes() if mesh.fits and searcher.found.kept), None)
+    for mesh in searcher.meshes():
+        if any(map(searcher.has_lean, mesh.smallest.values())) and searcher.found.kept:
+            return searcher.found.kept[0].plan
+    return None
 
 
 class _Searcher:
@@ -131,22 +142,24 @@ class _Searcher:
         queue = [(group, mesh) for mesh in self.meshes() for group in mesh.groups]
         self._progress.begin("searching", len(queue))
         explored, num_left = set[tuple[Any, ...]](), MAX_FRONT_GROUPS
-        for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
+        # What activations take is long to count: that of samples that are cut, only for plans that may be kept.
+        for group, mesh in sorted(queue, key=lambda pair: (pair[0].plan.sp > 1, pair[0].floor)):
             self._progress.done += 1
             cut = tuple(group.fields[name] for name in CUT_FIELDS)
-            # Samples cut in yet another way save little memory, and what their activations take is long to count.
             is_for_front = num_left and (group.plan.sp == 1 or cut in explored)
-            if self._may_be_kept(group.floor):
-                if mesh.fits:
-                    explored.add(cut)
+            timed = self._timed(group) if self._may_be_kept(group.floor) else []
+            if any(map(self._is_fast, timed)):
+                explored.add(cut)
+                if self.has_lean(mesh.smallest[group.plan.recompute]):
                     self._explore(group)
-            elif is_for_front and group.floor <= self._best * FRONT_RANGE and mesh.fits:
+            elif is_for_front and group.floor <= self._best * FRONT_RANGE:
                 num_left -= 1
-                self._has_lean(group)
+                if self.has_lean(mesh.smallest[group.plan.recompute]) and self.has_lean(group) and timed:
+                    self._estimate({**group.fields, **_of_variant(min(timed, key=_seconds).plan)})
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
-            yield _Mesh([group for fields in members if (group := self._group(fields)) is not None], self._has_lean)
+            yield _Mesh([group for fields in members if (group := self._group(fields)) is not None])
 
     def _group(self, fields: Fields) -> _Group | None:
         """The group of these fields; None: no plan of it can be carried out."""
@@ -171,7 +184,7 @@ class _Searcher:
         self._note(problems)
         return None if problems else plan
 
-    def _has_lean(self, group: _Group) -> bool:
+    def has_lean(self, group: _Group) -> bool:
         """Whether a group has a lean variant that fits. Its estimate is a point of the time-memory front."""
         key = (*_mesh_of(group.fields), group.plan.recompute)
         if group.plan.microbatches <= self._too_large.get(key, 0):
@@ -187,33 +200,41 @@ class _Searcher:
         self._too_large[key] = group.plan.microbatches
         return False
 
+    def _timed(self, group: _Group) -> list[_Timed]:
+        """The plans of a group, each schedule as far as it may be kept, and the first plan of each."""
+        schedules = expand(SCHEDULE_FIELDS, group.fields, self._ask, self._space)
+        return [timed for schedule in schedules for timed in self._timed_variants(schedule)]
+
+    def _timed_variants(self, schedule: Fields) -> Iterator[_Timed]:
+        for fields in expand((*SHARD_FIELDS, "update"), schedule, self._ask, self._space):
+            timed = self._time(fields)
+            if timed is not None:
+                yield timed
+                if not self._may_be_kept(self._least_seconds(timed)):
+                    return
+
     def _explore(self, group: _Group) -> None:
         """Estimate the variants of a group that may be kept."""
-        if not self._has_lean(group):
+        if not self.has_lean(group):
             return
         for schedule in expand(SCHEDULE_FIELDS, group.fields, self._ask, self._space):
             shards = list(expand(SHARD_FIELDS, schedule, self._ask, self._space))
-            first = next((found for each in shards if (found := self._first_update(each)) is not None), None)
+            first = next(self._timed_variants(schedule), None)
             if first is None or not self._may_be_kept(self._least_seconds(first)):
                 continue
             even = [found for each in shards for found in self._explore_updates(each)]
             for stages in self._divisions(even):
                 for found in even:
-                    if self._may_be_kept(found.seconds - _span(found) + self._least_span(found)):
+                    if self._is_fast(found):
                         self._estimate({**schedule, **_of_variant(found.plan), "stages": stages})
 
     def _divisions(self, even: Sequence[Prediction]) -> list[str]:
         """Other divisions into stages, if one may bring a plan within the margin, or make it fit."""
-        may_gain = any(self._may_be_kept(each.seconds - _span(each) + self._least_span(each)) for each in even)
-        if not may_gain or even[0].plan.num_stages == 1 or not self._ask.is_open("stages"):
+        if not any(map(self._is_fast, even)) or even[0].plan.num_stages == 1 or not self._ask.is_open("stages"):
             return []
         fitting = [each for each in even if each.memory.total <= self._limit]
         plans = dict.fromkeys(each.plan for each in (*even[:1], *fitting[:1]))
         return list(dict.fromkeys(text for plan in plans for text in self._pricing.divisions(plan, self._limit)))
-
-    def _first_update(self, fields: Fields) -> Prediction | None:
-        updates = choices("update", fields, self._ask, self._space)
-        return self._estimate({**fields, "update": updates[0]})
 
     def _explore_updates(self, fields: Fields) -> Iterator[Prediction]:
         """The update modes of a plan; of a plan that is too slow even without updates, the first one only."""
@@ -224,11 +245,15 @@ class _Searcher:
                 if not self._may_be_kept(self._least_seconds(found)):
                     return
 
-    def _least_seconds(self, found: Prediction) -> float:
+    def _is_fast(self, found: Prediction | _Timed) -> bool:
+        """Whether a plan may be kept, if it fits, with some division into stages."""
+        return self._may_be_kept(found.terms.total - _span(found) + self._least_span(found))
+
+    def _least_seconds(self, found: Prediction | _Timed) -> float:
         """What is left of a step, whatever its zero, shard and update are, and however well its stages are balanced."""
         return self._least_span(found) / self._pricing.slowdown()
 
-    def _least_span(self, found: Prediction) -> float:
+    def _least_span(self, found: Prediction | _Timed) -> float:
         """What computing and waiting take, however well the stages are balanced."""
         is_open = found.plan.num_stages > 1 and self._ask.is_open("stages")
         return _span(found) * (self._pricing.balance(found.plan) if is_open else 1.0)
@@ -240,16 +265,20 @@ class _Searcher:
         """The estimate of a plan, which is put where it belongs; None: it cannot be carried out."""
         key = tuple(sorted(fields.items()))
         if key not in self._estimates:
-            self._estimates[key] = found = self._try_estimate(fields)
+            self._estimates[key] = found = self._priced(fields, self._pricing.estimate)
             if found is not None:
                 self.found.num_estimated += 1
                 self._file(found)
         return self._estimates[key]
 
-    def _try_estimate(self, fields: Fields) -> Prediction | None:
+    def _time(self, fields: Fields) -> _Timed | None:
+        """None: the plan cannot be carried out."""
+        return self._priced(fields, lambda plan: _Timed(plan, self._pricing.terms(plan)))
+
+    def _priced(self, fields: Fields, price: Callable[[Plan], _T]) -> _T | None:
         plan = self._candidate(fields)
         try:
-            return None if plan is None else self._pricing.estimate(plan)
+            return None if plan is None else price(plan)
         except PlanError as error:
             self._note(error.problems)
             return None
@@ -272,24 +301,18 @@ class _Searcher:
         self.found.problems |= dict.fromkeys(problems)
 
 
-def _span(found: Prediction) -> float:
+def _span(found: Prediction | _Timed) -> float:
     terms = found.terms
     return terms.compute + terms.recompute + terms.tensor + terms.sequence + terms.bubble
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in (*SHARD_FIELDS, "update")}
+    return {name: getattr(plan, name) for name in VARIANT_FIELDS}
+
+
+def _seconds(found: _Timed) -> float:
+    return found.terms.total
 
 
 def _mesh_of(fields: Fields) -> tuple[Any, ...]:
     return tuple(fields[name] for name in MESH_FIELDS)
-
-
-def _smallest(groups: Sequence[_Group]) -> list[_Group]:
-    """By recompute: the group with the smallest microbatches; first those that compute most again."""
-    smallest: dict[str, _Group] = {}
-    for group in groups:
-        known = smallest.get(group.plan.recompute)
-        if known is None or group.plan.microbatches > known.plan.microbatches:
-            smallest[group.plan.recompute] = group
-    return list(reversed(smallest.values()))

@@ -18,7 +18,7 @@ from fourfold.plan.predict.cluster import Cluster, topology_of
 from fourfold.plan.predict.estimate import Estimator
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.plan.predict.pipeline_forms import flights_of
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.stage_seconds import stage_segments
 from fourfold.plan.predict.step import predict_step
@@ -83,6 +83,9 @@ class StepPricing:
 
     def problems(self, plan: Plan) -> list[Problem]:
         return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
+
+    def terms(self, plan: Plan) -> StepTerms:
+        return self._estimator.terms(plan, self._speeds(plan))
 
     def estimate(self, plan: Plan) -> Prediction:
         return _with_reserve(self._estimator.estimate(plan, self._speeds(plan)), self._cluster.reserve_bytes)

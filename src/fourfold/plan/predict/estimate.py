@@ -52,7 +52,11 @@ class Estimator:
 
         speeds  by place: how fast its devices compute, relative to the prices; empty: as fast
         """
-        samples = -(-self._source.batch_size // plan.dp) / plan.microbatches
+        return Prediction(plan, self.terms(plan, speeds), (self._fullest(plan),), {})
+
+    def terms(self, plan: Plan, speeds: Sequence[float] = ()) -> StepTerms:
+        """Of an estimate: they need no facts of activations, which take long to count."""
+        samples = self._samples(plan)
         computes = self._stages.of(plan, samples, self._data_group(plan))
         if speeds:
             computes = tuple(each.at_speed(speed) for each, speed in zip(computes, speeds, strict=True))
@@ -67,8 +71,11 @@ class Estimator:
         else:  # of shorter waits, the longest step need not be that of the longest span
             shortened = [shorten_waits(steps.terms(place), self._waiting) for place in places]
             terms = max(shortened, key=lambda each: each.total)
-        terms = terms._replace(overhead=terms.overhead + self._prices.around_step())
-        return Prediction(plan, terms, (self._fullest(plan, computes, data, samples),), {})
+        return terms._replace(overhead=terms.overhead + self._prices.around_step())
+
+    def _samples(self, plan: Plan) -> float:
+        """Of a microbatch of the data rank that has most."""
+        return -(-self._source.batch_size // plan.dp) / plan.microbatches
 
     def _added(self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData]) -> list[Extras]:
         """By place, what the data axis adds to a microbatch."""
@@ -124,17 +131,18 @@ class Estimator:
             self._edges[key] = tuple((a + b) / 2 for a, b in zip(there, back, strict=True)), edges.tie_seconds
         return self._edges[key]
 
-    def _fullest(
-        self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData], samples: float
-    ) -> MemoryParts:
+    def _fullest(self, plan: Plan) -> MemoryParts:
         """What a rank of the place that holds most holds, without a reserve."""
+        samples, kinds = self._samples(plan), self._buckets.of(plan)
+        data = [kinds.kinds[kind] for kind in kinds.of_place]
+        places = self._stages.activations(plan, samples)
         flights = flights_of(plan.schedule, plan.pipeline_spec) if plan.pp > 1 else [Flight(1.0)]
         activations = [
-            samples * (each.saved * compute.saved_bytes + each.deferred * compute.deferred_bytes)
-            for each, compute in zip(flights, computes, strict=True)
+            samples * (each.saved * own.saved_bytes + each.deferred * own.deferred_bytes)
+            for each, own in zip(flights, places, strict=True)
         ]
         has_halves = divides_backward(plan)
-        temporaries = [each.first_half_bytes if has_halves else each.temporary_bytes for each in computes]
+        temporaries = [each.first_half_bytes if has_halves else each.temporary_bytes for each in places]
         totals = [
             own.resting_bytes + kept + more for own, kept, more in zip(data, activations, temporaries, strict=True)
         ]
