@@ -146,16 +146,17 @@ class _Searcher:
         for group, mesh in sorted(queue, key=lambda pair: (pair[0].plan.sp > 1, pair[0].floor)):
             self._progress.done += 1
             cut = tuple(group.fields[name] for name in CUT_FIELDS)
-            is_for_front = num_left and (group.plan.sp == 1 or cut in explored)
             timed = self._timed(group) if self._may_be_kept(group.floor) else []
-            if any(map(self._is_fast, timed)):
+            if is_fast := any(map(self._is_fast, timed)):
                 explored.add(cut)
-                if self.has_lean(mesh.smallest[group.plan.recompute]):
-                    self._explore(group)
-            elif is_for_front and group.floor <= self._best * FRONT_RANGE:
+            elif num_left and (group.plan.sp == 1 or cut in explored) and group.floor <= self._best * FRONT_RANGE:
                 num_left -= 1
-                if self.has_lean(mesh.smallest[group.plan.recompute]) and self.has_lean(group) and timed:
-                    self._estimate({**group.fields, **_of_variant(min(timed, key=_seconds).plan)})
+            else:
+                continue
+            if self.has_lean(mesh.smallest[group.plan.recompute]) and self.has_lean(group) and is_fast:
+                self._explore(group)
+            else:  # the fastest ones are points of the front, or would be faster than the answer and do not fit
+                self._estimate_fastest(group, timed)
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
@@ -213,10 +214,14 @@ class _Searcher:
                 if not self._may_be_kept(self._least_seconds(timed)):
                     return
 
+    def _estimate_fastest(self, group: _Group, timed: Sequence[_Timed]) -> None:
+        """Estimate the fastest plan with each schedule."""
+        slowest_first = sorted(timed, key=lambda each: -each.terms.total)
+        for each in {each.plan.schedule: each for each in slowest_first}.values():
+            self._estimate({**group.fields, **_of_variant(each.plan)})
+
     def _explore(self, group: _Group) -> None:
         """Estimate the variants of a group that may be kept."""
-        if not self.has_lean(group):
-            return
         for schedule in expand(SCHEDULE_FIELDS, group.fields, self._ask, self._space):
             shards = list(expand(SHARD_FIELDS, schedule, self._ask, self._space))
             first = next(self._timed_variants(schedule), None)
@@ -308,10 +313,6 @@ def _span(found: Prediction | _Timed) -> float:
 
 def _of_variant(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in VARIANT_FIELDS}
-
-
-def _seconds(found: _Timed) -> float:
-    return found.terms.total
 
 
 def _mesh_of(fields: Fields) -> tuple[Any, ...]:
