@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fourfold.plan.check import combination_problems
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.progress import Progress
-from fourfold.plan.decide.search import FRONT_RANGE, search
+from fourfold.plan.decide.search import CUT_FIELDS, FRONT_RANGE, search
 from fourfold.plan.decide.space import groups, variants
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
@@ -95,3 +95,20 @@ def test_no_plan_of_a_mesh_that_is_too_slow_is_estimated():
     assert progress.done == progress.total > 0
     assert progress.best is not None
     assert progress.best.seconds == found.best
+
+
+def test_what_cut_samples_keep_is_asked_for_only_where_a_plan_may_be_kept():
+    # The floors of all cuts are within the margin: sums of gradients, which no floor has, take most of a step.
+    pricing = make_case(devices=8, per_host=8, batch=8, model=Model(), clip=1.0)
+    pricing.rates = Rates(tensor=0.0, sequence=0.0, reduce=2.0, gather=2.0)
+    ask = Ask(stages="even")
+    search(ask, pricing.space, pricing, limit_bytes=math.inf, margin=1.1)
+    asked, pricing.estimated = pricing.estimated, []
+    seconds = {plan: each.seconds for plan, each in enumerate_all(ask, pricing).items()}
+    limit = 1.1 * min(seconds[plan] for plan in asked if plan.sp == 1)
+    fast = {_cut(plan) for plan, each in seconds.items() if each <= limit}
+    assert {_cut(plan) for plan in asked if plan.sp > 1} <= fast
+
+
+def _cut(plan: Plan) -> tuple[object, ...]:
+    return tuple(getattr(plan, name) for name in CUT_FIELDS)
