@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -95,6 +96,18 @@ def test_no_plan_of_a_mesh_that_is_too_slow_is_estimated():
     assert progress.done == progress.total > 0
     assert progress.best is not None
     assert progress.best.seconds == found.best
+
+
+def test_a_search_without_time_ends_with_what_is_known_and_counts_what_it_left_out():
+    pricing = make_case(devices=4)
+    limits: dict[str, Any] = {"limit_bytes": math.inf, "margin": 1.1}
+    whole = search(Ask(), pricing.space, pricing, **limits)
+    late = search(Ask(), pricing.space, pricing, **limits, best=whole.best, deadline=0.0)
+    assert (late.kept, whole.num_unseen) == ([], 0)
+    assert late.num_unseen == len(list(groups(Ask(), pricing.space)))
+    first = search(Ask(), pricing.space, pricing, **limits, deadline=0.0)  # nothing is known yet: until there is a plan
+    assert first.kept
+    assert 0 < first.num_unseen < late.num_unseen
 
 
 def test_what_cut_samples_keep_is_asked_for_only_where_a_plan_may_be_kept():

@@ -80,7 +80,7 @@ def test_the_page_is_written_where_told_and_a_place_that_cannot_be_is_an_error(c
     assert "Why the first" in Path("page.html").read_text()
     assert capsys.readouterr().out.endswith("page   page.html\n")
     ends(2, "plan", "lm", "html=no/such/folder/page.html", "out=none")
-    assert "could not be written: no such file or directory" in capsys.readouterr().err
+    assert "need a folder that exists and can be written to" in capsys.readouterr().err
 
 
 def test_confirm_runs_the_first_plans_and_the_best_baseline_and_the_measured_order_decides(monkeypatch, capsys):

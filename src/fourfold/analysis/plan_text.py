@@ -97,7 +97,10 @@ def host_lines(decision: Decision) -> list[str]:
 
 def _format_counts(decision: Decision, workload: Workload) -> str:
     limit = "" if workload.memory_bytes is None else f"{format_bytes(workload.memory_bytes)} of memory a device · "
-    return f"{limit}{decision.num_considered:,} plans considered · {equal_words(decision)}"
+    counts = f"{decision.num_considered:,} plans considered"
+    if decision.num_unseen:
+        counts += f", {decision.num_unseen:,} groups of plans left out for lack of time (search_seconds=none: all)"
+    return f"{limit}{counts} · {equal_words(decision)}"
 
 
 _ALIGNMENTS = ">><>>>>>><"

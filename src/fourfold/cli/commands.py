@@ -222,6 +222,7 @@ def plan(
     out=plan.toml        where the first plan goes; out=none: nowhere
     overwrite=true       replace the file that is there
     force=true           measure this machine although others use it
+    search_seconds=15    when the search ends with what it has found; none: when it has looked at everything
     confirm=3            run the first three here for a few steps, beside the best baseline; the measured order decides
 
     A word with several values, such as batch_size=32,64 length=128,256, asks what if: it gives the best plan of each.

@@ -6,6 +6,7 @@ Law: an unknown word or a wrong value is an error that names the closest one, be
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,13 @@ def _parse_confirm(text: str) -> int:
     return value
 
 
+def _parse_seconds(text: str) -> float:
+    value = math.inf if text == NO_FILE else float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
 def _parse_bool(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
@@ -77,6 +85,7 @@ OWN_WORDS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
     "out": (Path, "a file for the plan, or none", False),
     "overwrite": (_parse_bool, "true or false", False),
     "force": (_parse_bool, "true or false", False),
+    "search_seconds": (_parse_seconds, "seconds, or none for as long as it takes", False),
     "confirm": (_parse_confirm, f"how many plans to run here, from 1 to {MAX_CONFIRMED}", False),
 }
 

@@ -6,6 +6,7 @@ Law: a question is made once per task and machine; lists of devices, memory or b
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,8 @@ from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.mesh import AXES
 from fourfold.words.task import Task
+
+SEARCH_SECONDS = 15.0  # large questions are answered within a minute, of which baselines and reasons take a part
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Question:
     ask: Ask
     dims: Mapping[str, bool] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
+    search_seconds: float = SEARCH_SECONDS
 
     @property
     def workload(self) -> Workload:
@@ -108,7 +112,13 @@ class Question:
         self.progress.begin("counting what the model computes")
         machine = self.machine
         decision = decide(
-            self.ask, self.source, machine.prices, machine.cluster, dims=self.dims, progress=self.progress
+            self.ask,
+            self.source,
+            machine.prices,
+            machine.cluster,
+            dims=self.dims,
+            progress=self.progress,
+            deadline=time.monotonic() + self.search_seconds,
         )
         return dataclasses.replace(decision, fewer=self._fewer(decision.answer.plan.mesh.size))
 
@@ -163,7 +173,8 @@ class Questions:
             ask = ask.with_changes(precision=machine.mixed_precision)
         batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
         source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
-        return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress)
+        seconds = arguments.value("search_seconds", SEARCH_SECONDS)
+        return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress, seconds)
 
     def _task(self, arguments: PlanArguments) -> TaskSource:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))

@@ -36,6 +36,7 @@ class Question(NamedTuple):
     limit_bytes  what a rank may hold
     dims         that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`
     error        of a prediction
+    deadline     of `time.monotonic`: the search ends with what it has by then
     """
 
     ask: Ask
@@ -44,6 +45,7 @@ class Question(NamedTuple):
     limit_bytes: float
     dims: Mapping[str, bool] = NO_DIMS
     error: float = PREDICTION_ERROR
+    deadline: float = math.inf
 
 
 def decide_among(question: Question, progress: Progress | None = None) -> Decision:
@@ -74,6 +76,7 @@ def decide_among(question: Question, progress: Progress | None = None) -> Decisi
         question.error,
         choice.bound,
         found.num_estimated,
+        num_unseen=found.num_unseen,
     )
 
 
@@ -82,7 +85,9 @@ def _search(question: Question, priced: list[Prediction], progress: Progress) ->
     ask, space, pricing, limit = question[:4]
     best = min((each.seconds for each in priced), default=float("inf"))
     margin = _margin(question)
-    found = search(ask, space, pricing, limit_bytes=limit, margin=margin, best=best, progress=progress)
+    found = search(
+        ask, space, pricing, limit_bytes=limit, margin=margin, best=best, progress=progress, deadline=question.deadline
+    )
     if found.kept or priced or not ask.is_open("tp"):
         return found
     across_hosts = space._replace(devices_per_host=None)

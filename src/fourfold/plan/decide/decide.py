@@ -1,6 +1,7 @@
 """Decide: the answer to an ask, for a task on a cluster."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from fourfold.plan.decide.answer import PREDICTION_ERROR, Question, decide_among
@@ -28,11 +29,13 @@ def decide(
     dims: Mapping[str, bool] = NO_DIMS,
     error: float | None = None,
     progress: Progress | None = None,
+    deadline: float = math.inf,
 ) -> Decision:
     """The best plan for a task, the others that come close, and why.
 
     dims   that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`:
            `marked_dims` of `plan/tensor_dims.py`
+    deadline  of `time.monotonic`: the search ends with what it has by then
     error  of a prediction: plans that are closer count as equal, and the simplest is the answer; None: the cluster's
 
     Raises PlanError, with all problems, if no plan is legal, or with the least that would fit, if none fits.
@@ -40,7 +43,7 @@ def decide(
     if error is None:
         error = cluster.prediction_error or PREDICTION_ERROR
     question, pricing = _question(ask, source, prices, cluster, dims=dims, error=error)
-    decision = decide_among(question, progress)
+    decision = decide_among(question._replace(deadline=deadline), progress)
     return dataclasses.replace(
         decision,
         host_order=pricing.host_order(decision.answer.plan),

@@ -62,6 +62,7 @@ class Decision:
     bound           no plan that was only estimated is faster than the fastest simulated one by more than this fraction,
                     provided that the estimate is as good for it as for the simulated ones
     num_considered  plans that were estimated
+    num_unseen      groups of plans that the search had no time for
     fewer           the best baseline on fewer devices, by their number, where one fits and has what the ask pins
     host_order      the hosts, by index, in the order in which the answer's ranks are numbered; empty: hosts are equal
     """
@@ -73,6 +74,7 @@ class Decision:
     error: float
     bound: float
     num_considered: int
+    num_unseen: int = 0
     host_order: tuple[int, ...] = ()
     is_error_known: bool = False
     fewer: Mapping[int, Prediction] = field(default_factory=dict)

@@ -12,7 +12,8 @@ the rest of the memory, what is exposed, and the update; of one mesh and `recomp
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +52,8 @@ class Found:
     front: list[Prediction] = field(default_factory=list)
     problems: dict[Problem, None] = field(default_factory=dict)
     num_estimated: int = 0
+    num_unseen: int = 0
+    """Groups that the time did not suffice for, although a plan of theirs may be kept."""
 
     @property
     def best(self) -> float:
@@ -94,13 +97,15 @@ def search(
     margin: float,
     best: float = math.inf,
     progress: Progress | None = None,
+    deadline: float = math.inf,
 ) -> Found:
     """The plans of an ask that fit and are within the margin of the best.
 
-    best  the seconds of a plan that is known already; infinite: none
+    best      the seconds of a plan that is known already; infinite: none
+    deadline  of `time.monotonic`: no group is begun after it, if a plan has been found by then
     """
     searcher = _Searcher(ask, space, pricing, limit_bytes, margin, best, progress)
-    searcher.run()
+    searcher.run(deadline)
     found = searcher.found
     limit = min(found.best, best) * margin
     found.kept = [each for each in found.kept if each.seconds <= limit]
@@ -137,14 +142,33 @@ class _Searcher:
         # By mesh and recompute: the most microbatches, so the smallest ones, with which the lean variant does not fit.
         self._too_large: dict[tuple[Any, ...], int] = {}
 
-    def run(self) -> None:
-        self._progress.begin("counting what ranks compute")
-        queue = [(group, mesh) for mesh in self.meshes() for group in mesh.groups]
-        self._progress.begin("searching", len(queue))
+    def run(self, deadline: float = math.inf) -> None:
         explored, num_left = set[tuple[Any, ...]](), MAX_FRONT_GROUPS
-        # What activations take is long to count: that of samples that are cut, only for plans that may be kept.
-        for group, mesh in sorted(queue, key=lambda pair: (pair[0].plan.sp > 1, pair[0].floor)):
+        # What ranks compute and hold is long to count: of samples that are cut, only for plans that may be kept.
+        meshes = [list(each) for _, each in itertools.groupby(groups(self._ask, self._space), key=_mesh_of)]
+        for is_cut in (False, True):
+            of_cut = [members for members in meshes if (members[0]["sp"] > 1) == is_cut]
+            num_left = self._run_meshes(of_cut, explored, num_left, deadline)
+
+    def _run_meshes(
+        self, meshes: Sequence[Sequence[Fields]], explored: set[tuple[Any, ...]], num_left: int, deadline: float
+    ) -> int:
+        """Explore the groups of some meshes. Returns how many more may be looked at for the front alone."""
+        self._progress.begin("counting what ranks compute", len(meshes))
+        queue: list[tuple[_Group, _Mesh]] = []
+        for members in meshes:
             self._progress.done += 1
+            if self._is_late(deadline):
+                self.found.num_unseen += len(members)
+                continue
+            mesh = self._mesh(members)
+            queue += [(group, mesh) for group in mesh.groups]
+        self._progress.begin("searching", len(queue))
+        for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
+            self._progress.done += 1
+            if self._is_late(deadline):
+                self.found.num_unseen += self._may_be_kept(group.floor)
+                continue
             cut = tuple(group.fields[name] for name in CUT_FIELDS)
             timed = self._timed(group) if self._may_be_kept(group.floor) else []
             if is_fast := any(map(self._is_fast, timed)):
@@ -157,10 +181,17 @@ class _Searcher:
                 self._explore(group)
             else:  # the fastest ones are points of the front, or would be faster than the answer and do not fit
                 self._estimate_fastest(group, timed)
+        return num_left
+
+    def _is_late(self, deadline: float) -> bool:
+        return self._best < math.inf and time.monotonic() > deadline
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):
-            yield _Mesh([group for fields in members if (group := self._group(fields)) is not None])
+            yield self._mesh(members)
+
+    def _mesh(self, members: Iterable[Fields]) -> _Mesh:
+        return _Mesh([group for fields in members if (group := self._group(fields)) is not None])
 
     def _group(self, fields: Fields) -> _Group | None:
         """The group of these fields; None: no plan of it can be carried out."""
