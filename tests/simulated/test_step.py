@@ -281,11 +281,12 @@ def test_an_error_of_model_or_loss_is_told_in_lines_that_name_module_batch_and_s
         with pytest.raises((RuntimeError, IndexError)) as raised:
             step(next(iter(feed)))
         error = raised.value
+        assert error.__traceback__ is not None
         error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
         return format_error(error).splitlines()
 
     for rank, lines in enumerate(threads.run(2, body)):
-        assert len(lines) == 5 + (name == "dtype")  # with a hint of what a model of another dtype needs
+        assert len(lines) == 5 + 3 * (name == "dtype")  # with a hint of what a model of another dtype needs
         assert lines[0].startswith(message)
         assert lines[-4].startswith(where)
         kind = str(inputs.dtype).removeprefix("torch.")
@@ -295,8 +296,8 @@ def test_an_error_of_model_or_loss_is_told_in_lines_that_name_module_batch_and_s
 
 def test_an_error_in_backward_says_so_and_names_the_batch():
     class Written(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).exp().add_(1)
+        def forward(self, input):
+            return super().forward(input).exp().add_(1)
 
     def body(comm):
         with pytest.raises(RuntimeError, match="inplace operation") as raised:

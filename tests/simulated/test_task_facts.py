@@ -241,9 +241,7 @@ def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
 def test_activations_are_counted_when_they_are_read_and_kernels_once_for_alike_variants(monkeypatch):
     forwards, memories = (count_calls(monkeypatch, f"record_{each}") for each in ("forward", "memory"))
     source = TaskFacts(tiny_lm())
-    variants = [
-        source.facts(Plan(**each)) for each in ({"sp": 2}, {"sp": 2, "ulysses": 2}, {"sp": 2, "ring": "gather"})
-    ]
+    variants = [source.facts(plan) for plan in (Plan(sp=2), Plan(sp=2, ulysses=2), Plan(sp=2, ring="gather"))]
     assert len(forwards) == 3  # numbers of samples
     assert memories == []
     assert {each.blocks[0].operations for each in variants} == {variants[0].blocks[0].operations}
