@@ -91,6 +91,7 @@ own_fork = notebook.fork
 def interrupted_fork(*args, **kwargs):
     rank = own_fork(*args, **kwargs)
     os.kill(kernel, signal.SIGINT)  # before `launch` knows the rank
+    time.sleep(0.2)  # another thread of the kernel may get it
     return rank
 
 notebook.fork = interrupted_fork

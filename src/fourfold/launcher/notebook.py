@@ -7,15 +7,17 @@ unpickled.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
 import select
 import signal
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +65,23 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
         reader, writer = os.pipe()
         ranks: list[ForkedProcess] = []
         launcher = os.getpid()
-        # An interrupt that came between a fork and its entry in the list would leave a rank.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for rank in range(n):
-                variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with _interrupts_held():  # one between a fork and its entry in the list would leave a rank
+                for rank in range(n):
+                    variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
-                def main(rank: int = rank, variables: Mapping[str, str] = variables) -> None:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                    end_with_parent(launcher)
-                    _run_rank(lambda: function(*args, **kwargs), folder, rank, variables, writer)
+                    def main(rank: int = rank, variables: Mapping[str, str] = variables) -> None:
+                        end_with_parent(launcher)
+                        _run_rank(lambda: function(*args, **kwargs), folder, rank, variables, writer)
 
-                ranks.append(fork(main, keep=(writer,), new_session=True))
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                    ranks.append(fork(main, keep=(writer,), new_session=True))
             os.close(writer)
             codes = _wait(ranks, reader)
         finally:
-            _kill(ranks)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(reader)
-            rendezvous.shutdown()
+            with _interrupts_held():
+                _kill(ranks)
+                os.close(reader)
+                rendezvous.shutdown()
         return _result(folder, codes)
 
 
@@ -182,6 +181,26 @@ def _destroy_groups() -> None:
 
 
 # ---- in the notebook
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """An interrupt that comes inside is raised at the end.
+
+    Python runs the handler in the main thread, whichever thread gets the signal: with threads, blocking SIGINT in this
+    one would not hold it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _wait(ranks: list[ForkedProcess], output: int) -> list[int | None]:
