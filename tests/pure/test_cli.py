@@ -589,6 +589,7 @@ for words, expected in {
     "recipe": ("lm recipe:no", "recipe:no"),
     "in a settings file": ("run.toml", "init = no (no such file)"),
     "callback's name": ("mine.py callback=mine.py:x", "no x"),
+    "one of several callbacks": ("mine.py callback=csv,tensorbord", "try tensorboard"),
 }.values():
     try:
         check_named_files(words.split())
@@ -612,6 +613,11 @@ from fourfold.cli.named_files import check_named_files
 for words, expected in {
     "renamed.py": "no task   need a Task, or a function that returns one   try renamed.py:tusk",
     "made.py": "try made.py:make",
+    "made.py:dota": "try made.py:data",
+    "task.py steps=1,2 lerning=3": "lerning = 3   need a known setting",
+    "task.py lr=3": "lr = 3   need a known setting   try the optimizer of the task",
+    "task.py gpus=3": "gpus = 3   need a known setting   try -n N, the number of processes",
+    "task.py wandb=true": "wandb = true   need a known setting   try callback=wandb",
     "task.py lerning=3": "lerning = 3   need a known setting",
     "task.py batch_size=many dp=two": "batch_size = many   need a whole number",
     "task.py dp=two": "dp = 'two'   need a whole number",
@@ -624,14 +630,15 @@ for words, expected in {
         assert expected in str(error), (words, error)
     else:
         raise AssertionError(words)
-for harmless in ("task.py steps=3 dp=2", "rebound.py lerning=3", "imports.py"):
+for harmless in ("task.py steps=3,4 dp=2", "rebound.py lerning=3", "imports.py", "task.py callback=none"):
     check_named_files(harmless.split())
 assert "torch" not in sys.modules
 """
 
 
 def test_unknown_settings_and_a_missing_default_name_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    made = "import fourfold as ff\n\n\ndef data(): ...\n\n\ndef make():\n    return ff.Task(data=data)\n"
+    made = "import fourfold as ff\n\n\ndef data(): ...\n\n\ndef bare(data):\n    return ff.Task()\n"
+    made += "\n\ndef make():\n    return ff.Task(data=data)\n"
     Path(tmp_path / "made.py").write_text(made)
     Path(tmp_path / "renamed.py").write_text("import fourfold as ff\n\ntusk = ff.Task()\n")
     Path(tmp_path / "task.py").write_text("from fourfold import Task\n\ntask = Task()\n")

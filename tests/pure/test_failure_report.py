@@ -11,12 +11,21 @@ from typing import Any
 
 import pytest
 
+from fourfold.cli import rank_main
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
 from fourfold.step.dry_run.loss_check import peer_failed
 from fourfold.words import error_notes
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError, PlanError, Problem
+
+
+def test_a_warning_fits_the_terminal_and_names_the_users_line_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = rank_main._format_warning("a target of another size " * 9, UserWarning, "torch_losses.py", 169)
+    assert shown.startswith("UserWarning: a target of")
+    assert "(test_failure_report.py,\n  line" in shown or "(test_failure_report.py, line" in shown
+    assert max(map(len, shown.splitlines())) <= 60
 
 
 def entry(

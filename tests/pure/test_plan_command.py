@@ -11,6 +11,7 @@ from fourfold.cli import main, plan_auto, plan_question, plan_timing
 from fourfold.cli.plan import candidates_of
 from fourfold.cli.plan_machine import Machine
 from fourfold.cli.plan_question import Question, Questions
+from fourfold.cli.run_commands import train
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
@@ -144,13 +145,21 @@ def test_a_run_that_resumes_keeps_its_plan(monkeypatch, capsys):
     assert plan_auto.resolve_words([*words, "fresh=true"], num_processes=4, world=None)[3:] == ["dp=4", "zero=1"]
 
 
-def test_another_launcher_is_told_to_plan_first(monkeypatch):
+def test_another_launcher_is_told_to_plan_first(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["train", "digits", "plan=auto"])
+    assert "plan=auto, under another launcher" in capsys.readouterr().err
+
+
+def test_the_words_of_the_planner_are_no_unknown_settings_of_a_training(monkeypatch):
+    monkeypatch.setattr(plan_auto, "resolve_words", lambda words, **_: pytest.exit(" ".join(words)))
+    words = ["digits", "ask:dapple", "plan=auto", "zero=auto", "seed=3"]
+    with pytest.raises(pytest.exit.Exception, match=" ".join(words)):
+        train(words, "4")
 
 
 def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):

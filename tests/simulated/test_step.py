@@ -294,6 +294,28 @@ def test_an_error_of_model_or_loss_is_told_in_lines_that_name_module_batch_and_s
         assert lines[-2].startswith(f"  samples: {2 * rank}, {2 * rank + 1} (positions 0 to 4 of epoch 0")
 
 
+class AddsNone(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) + None  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Embedding(3, 2), torch.ones(4).double()),
+        (nn.Sequential(nn.Embedding(3, 2), AddsNone(2, 2)), torch.arange(3)),
+    ],
+)
+def test_dtypes_of_weights_are_no_advice_for_indices_and_for_other_errors(model, inputs):
+    def body(comm):
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            linear(comm, model)((inputs, torch.zeros(len(inputs), 2)))
+        return raised.value.__notes__
+
+    (notes,) = threads.run(1, body)
+    assert not any("need" in note for note in notes)
+
+
 def test_an_error_in_backward_says_so_and_names_the_batch():
     class Written(nn.Linear):
         def forward(self, input):

@@ -25,7 +25,7 @@ from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.declared_settings import Setting, declared_settings, setting
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Settings
-from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 
 CALLBACK_WORD = "callback"
 RULES_WORD = "tensor"
@@ -308,7 +308,10 @@ def _read_program(path: str) -> str:
 
 
 def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Problem:
-    close = RENAMED_FIELDS.get(key) or closest_match(key, [*arguments, *RUN_SETTINGS, *FIELDS, *STRATEGY_WORDS])
+    known = [*arguments, *RUN_SETTINGS, *FIELDS, *STRATEGY_WORDS]
+    if (place := place_of_setting(key, known)) is not None:
+        return Problem(f"{key} = {text}", "a known setting", place)
+    close = RENAMED_FIELDS.get(key) or closest_match(key, known)
     every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 

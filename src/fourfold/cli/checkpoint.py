@@ -80,17 +80,17 @@ def verify_checkpoints(run: str) -> int:
 
 def export_checkpoint(run: str, target: str | None, *, form: str, step: int | None, ema: bool) -> int:
     """`fourfold checkpoint export`; returns the exit code."""
-    from fourfold.checkpoint import export
-
-    writers = {"safetensors": export.export_weights, "hf": export.export_pretrained, "dcp": export.export_dcp}
-    if form not in writers:
-        close = closest_match(form, writers) or "hf"
-        raise SettingError(Problem(f"--format {form}", f"one of {', '.join(writers)}", f"--format {close}"))
+    if form not in ENDINGS:
+        close = closest_match(form, ENDINGS) or "hf"
+        raise SettingError(Problem(f"--format {form}", f"one of {', '.join(ENDINGS)}", f"--format {close}"))
     source = _checkpoint_to_export(run, step)
     path = Path(
         target or f"{source.parent.parent.name}-{source.name.removeprefix('step-')}{'-ema' * ema}{ENDINGS[form]}"
     )
     _check_target(path, form)
+    from fourfold.checkpoint import export  # not on top: it imports torch
+
+    writers = {"safetensors": export.export_weights, "hf": export.export_pretrained, "dcp": export.export_dcp}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         num_bytes = writers[form](source, path, ema=ema)

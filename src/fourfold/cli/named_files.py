@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, PROGRAM_WORD, RULES_WORD, ValueType, parse_values
+from fourfold.cli.arguments import (
+    CALLBACK_WORD,
+    KEY_VALUE,
+    PROGRAM_WORD,
+    RULES_WORD,
+    ValueType,
+    has_several_values,
+    parse_values,
+)
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_init_path
 from fourfold.cli.plan_file import read_plan_text
@@ -17,6 +25,7 @@ from fourfold.cli.rules_file import check_rules_path
 from fourfold.cli.task_source import argument_names, bound_names, task_names
 from fourfold.feed.text_path import resolve_text_path
 from fourfold.plan.plan import Plan
+from fourfold.trainer.callbacks.registry import check_shipped
 from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import Problem, SettingError, closest_match
 
@@ -24,10 +33,15 @@ INIT_WORD, TEXT_WORD = "init", "data"
 
 
 def check_named_files(words: Sequence[str]) -> None:
-    """Raise the errors of all files and names that are not there, as a group if they are several."""
-    command, errors = settings_file.parse_command(words), ErrorCollector()
+    """Raise the errors of all files and names that are not there, as a group if they are several.
+
+    Of a key with several values nothing is said: a sweep, or the planner, reads each of them.
+    """
+    pairs = {word: match for word in words if (match := KEY_VALUE.fullmatch(word))}
+    lists = [word for word, match in pairs.items() if has_several_values(match["key"], match["value"], {})]
+    command, errors = settings_file.parse_command([word for word in words if word not in lists]), ErrorCollector()
     with errors.collect():
-        check_task(command.task)
+        _check_task(command.task)
     with errors.collect():
         if command.plan_file is not None:
             Plan.from_toml(read_plan_text(command.plan_file), where=command.plan_file)
@@ -50,7 +64,7 @@ def check_named_files(words: Sequence[str]) -> None:
     errors.raise_collected()
 
 
-def check_task(spec: str) -> None:
+def _check_task(spec: str) -> None:
     """Raise TaskError for a task that is not there, or a name that its file does not bind."""
     task_loader.check_task_file(spec)
     file, _, name = spec.partition(":")
@@ -59,7 +73,7 @@ def check_task(spec: str) -> None:
         return
     is_given, name, tasks = bool(name), name or task_loader.DEFAULT_NAME, task_names(Path(file))
     if name not in bound and (is_given or tasks):  # a file without any may have another fault, which its import says
-        raise task_loader.no_task(f"no {name}", name, tasks, file=file)
+        raise task_loader.no_task(f"no {name}", name, tasks, alike=bound, file=file)
 
 
 def _check_settings(given: Mapping[str, Any], errors: ErrorCollector) -> None:
@@ -70,19 +84,20 @@ def _check_settings(given: Mapping[str, Any], errors: ErrorCollector) -> None:
     with errors.collect():
         if isinstance(rules, str):
             check_rules_path(rules)
-    for spec in callbacks.split(",") if isinstance(callbacks, str) else ():
+    for spec in callbacks.split(",") if isinstance(callbacks, str) and callbacks.lower() != "none" else ():
         file, _, name = spec.strip().partition(":")
-        if file.endswith(".py"):
-            with errors.collect():
-                task_loader.check_python_file(file, SettingError, "a Python file")
-                if name:
-                    _check_callback(file, name)
+        with errors.collect():
+            if not file.endswith(".py"):
+                check_shipped(spec.strip())
+                continue
+            task_loader.check_python_file(file, SettingError, "a Python file")
+            if name:
+                _check_callback(file, name)
 
 
 def _check_callback(file: str, name: str) -> None:
     """Raise SettingError for a name that nothing in a file binds."""
     bound = bound_names(Path(file))
     if bound is not None and name not in bound:
-        close = closest_match(name, bound) or next(iter(bound), "")
-        need = f"FILE.py:name of a callback, as in {CALLBACK_WORD}={file}:…"
+        close, need = closest_match(name, bound), f"FILE.py:name of a callback, as in {CALLBACK_WORD}={file}:…"
         raise SettingError(Problem(f"no {name}", need, f"{file}:{close}" if close else ""), where=file)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.analysis.plan_words import best_baseline
-from fourfold.cli.named_files import check_task
+from fourfold.cli.named_files import check_named_files
 from fourfold.cli.output import print_text
-from fourfold.cli.plan_arguments import CALIBRATE, WHERE, PlanArguments, parse_plan_words
+from fourfold.cli.plan_arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.decide.decision import Decision
+from fourfold.plan.predict.cluster_file import read_table
 from fourfold.plan.predict.prediction import Prediction
-from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
@@ -37,17 +37,19 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     devices = check_num_processes(processes, None)
     arguments = parse_plan_words(words)
     _check_folders(arguments)
-    if arguments.name and (arguments.name.startswith(HF_PREFIX) or ".py" in arguments.name):
-        check_task(arguments.name)
+    if (cluster := arguments.value("cluster")) is not None:
+        read_table(cluster)
     if arguments.name == CALIBRATE:
         return _calibrate(arguments, devices)
     from fourfold.cli import plan_what_if
-    from fourfold.cli.plan_question import Questions
+    from fourfold.cli.plan_question import Questions, task_words
     from fourfold.cli.plan_run import find_planned_run
 
     run = find_planned_run(arguments.name)
     if run is not None:
         arguments = run.arguments(arguments)
+    elif arguments.name != GPT:
+        check_named_files(task_words(arguments))
     questions = Questions(arguments, devices=devices)
     if lists := plan_what_if.listed(arguments, arguments.texts):
         return _show_curves(questions, arguments, lists)
@@ -58,7 +60,6 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew, or refine it by a run's trace. Returns the exit code."""
-    from fourfold.analysis.task_facts.source import TaskFacts
     from fourfold.cli import job
     from fourfold.cli.plan_calibrate import calibrate, format_calibrated
     from fourfold.cli.plan_machine import calibration_words
@@ -74,6 +75,9 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     if run is not None:
         print_text(refine_by_run(run))
         return 0
+    check_named_files(words)
+    from fourfold.analysis.task_facts.source import TaskFacts  # not on top: it imports torch
+
     prepared = job.parse_job(words, has_run_dir=False)
     num_ranks = arguments.value("devices") or devices or default_num_processes()
     is_forced = bool(arguments.value("force"))

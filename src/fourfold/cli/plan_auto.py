@@ -35,7 +35,7 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         raise SettingError(Problem(got, need, attempt), where="the command line")
     words = [word for word in words if word != PLAN_AUTO]
     arguments = PlanArguments(parse_plan_words([word for word in words if is_ask(word)]).ask, others=tuple(words))
-    others = [word for word in words if not is_ask(word) and word.partition("=")[2] != AUTO]
+    others = training_words(words)
     pinned = pinned_fields(settings_file.parse_command(words))
     ready = job.parse_job(others)
     kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)
@@ -48,6 +48,11 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         decision = question.decide()
     print_text("\n".join(format_decided(decision, question)))
     return [*others, *_missing_words(decision.answer.plan, pinned)]
+
+
+def training_words(words: Sequence[str]) -> list[str]:
+    """The words without those that only the planner reads."""
+    return [word for word in words if not is_ask(word) and word.partition("=")[2] != AUTO]
 
 
 def _kept_plan(run_dir: Path, num_processes: int | None, pinned: Mapping[str, object]) -> Plan | None:

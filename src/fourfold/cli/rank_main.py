@@ -8,6 +8,7 @@ Law: this file prints no error; the launcher reports the first cause once.
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
+from fourfold.words.error_notes import frame_place, user_frame
 from fourfold.words.errors import FourfoldError, TrainingError
-from fourfold.words.terminal_text import escape_controls
+from fourfold.words.terminal_text import escape_controls, wrap_lines
 
 
 def main(words: Sequence[str]) -> None:
@@ -38,6 +40,8 @@ def train(prepared: job.Job, world: World | None) -> None:
     Raises KeyboardInterrupt with the text to report; the text is "" on all ranks but 0.
     """
     logging.lastResort = _WrappedLog(logging.WARNING)
+    if warnings.formatwarning.__module__ == warnings.__name__:  # else the task has one of its own
+        warnings.formatwarning = _format_warning
     try:
         _train(prepared, world)
     except SystemExit as system_exit:
@@ -56,6 +60,11 @@ class _WrappedLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print_stderr(escape_controls(self.format(record)))
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *_: object) -> str:
+    """A warning, wrapped, with the user's line that it is about: Python names a line of ours."""
+    return f"{wrap_lines(escape_controls(f'{category.__name__}: {message}{frame_place(user_frame())}'))}\n"
 
 
 def _train(prepared: job.Job, world: World | None) -> None:

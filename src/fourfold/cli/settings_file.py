@@ -20,7 +20,7 @@ from fourfold.plan.tensor_rules import table_problems
 from fourfold.plan.toml_writer import format_pair
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name, task_file
-from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
+from fourfold.words.errors import PlanError, Problem, SettingError, closest_match, place_of_setting
 
 TASK, PLAN, RUN = SECTIONS = ("task", "plan", "run")
 SECTION_NEEDS = {TASK: "an argument of the task", PLAN: "a field of the plan", RUN: "a setting of the run"}
@@ -237,7 +237,10 @@ def _misplaced(section: str, key: str, value: Any, types: Arguments) -> Problem:
     if place is not None:
         return Problem(got, need, f"move it to [{place}]")
     own = {TASK: [*(types or {})], PLAN: [*FIELDS], RUN: [*RUN_SETTINGS]}
-    close = closest_match(key, own[section]) or closest_match(key, [name for names in own.values() for name in names])
+    every = [name for names in own.values() for name in names]
+    if (elsewhere := place_of_setting(key, every)) is not None:
+        return Problem(got, need, elsewhere)
+    close = closest_match(key, own[section]) or closest_match(key, every)
     if close is None:
         return Problem(got, need, ", ".join(own[section]) if section == TASK else "fourfold train --help")
     place = section if close in own[section] else _place_of(close, types)

@@ -7,6 +7,7 @@ Law: an error in the user's file is reported with its own traceback, cut to the 
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BUILT_IN = {"lm": "fourfold.tasks.lm", "digits": "fourfold.tasks.digits"}
 HF_MODULE = "fourfold.tasks.hf"
 DEFAULT_NAME = "task"
+VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 TaskFactory = Task | Callable[..., Task]
 _imported: dict[tuple[Path, int, int], Any] = {}
@@ -127,18 +129,25 @@ def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
     if isinstance(member, Task) or (callable(member) and not isinstance(member, type)):
         return cast(TaskFactory, member)
     tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
-    functions = [
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
-    ]
+    functions = [key for key, value in vars(module).items() if _may_make_task(value, module)]
     got = f"no {name}" if member is None else f"{name} is a {type(member).__name__}"
     raise no_task(got, name, [*tasks, *functions], file=file)
 
 
-def no_task(got: str, name: str, choices: Sequence[str], *, file: str) -> TaskError:
-    """The error of a file without a task of this name. `choices`: the names that may be meant, the likeliest first."""
-    close = closest_match(name, choices) or next(iter(choices), None)
+def _may_make_task(value: Any, module: Any) -> bool:
+    """Whether a value of a module is a function that the module defines, and that needs no argument."""
+    if not callable(value) or isinstance(value, type) or getattr(value, "__module__", None) != module.__name__:
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    return not any(each.default is each.empty and each.kind not in VARIADIC for each in parameters)
+
+
+def no_task(got: str, name: str, choices: Sequence[str], *, alike: Sequence[str] = (), file: str) -> TaskError:
+    """The error of a file without a task of this name.
+
+    choices: the names that may be meant, the likeliest first; alike: others, which may be meant if they are alike
+    """
+    close = closest_match(name, [*choices, *alike]) or next(iter(choices), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
     return TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
 

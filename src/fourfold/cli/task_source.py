@@ -47,8 +47,15 @@ def argument_names(spec: str) -> list[str] | None:
 
 def task_names(file: Path) -> list[str]:
     """The names of what may be a task in a file: those that a Task is assigned to, and functions that make one."""
-    nodes = [node for node in _statements(file) if any(map(_is_task, ast.walk(node)))]
+    nodes = [node for node in _statements(file) if any(map(_is_task, ast.walk(node))) and not _needs_argument(node)]
     return [name for node in nodes if (name := _bound_name(node))]
+
+
+def _needs_argument(node: ast.stmt) -> bool:
+    match node:
+        case ast.FunctionDef(args=ast.arguments() as given):
+            return len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
+    return False
 
 
 def _statements(file: Path) -> list[ast.stmt]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fourfold.step.batch import find_positions, has_token_dim, input_names
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.error_notes import innermost_self
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -19,8 +20,8 @@ def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None =
     """
     try:
         outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    except (RuntimeError, TypeError) as error:
-        if "type" in str(error) and (note := _dtype_note(model, inputs)):
+    except RuntimeError as error:
+        if "type" in str(error) and (note := _dtype_note(innermost_self(error, torch.nn.Module), inputs)):
             error.add_note(note)
         raise
     if real_tokens is None:
@@ -29,13 +30,14 @@ def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None =
     return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
 
 
-def _dtype_note(model: torch.nn.Module, inputs: Any) -> str:
-    """What to do if inputs have other dtypes than the weights, as the columns of a table often have."""
+def _dtype_note(failed: torch.nn.Module, inputs: Any) -> str:
+    """What to do if no input has a dtype of the failed module's weights, as the columns of a table often have not."""
     given, needed = (
         sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
-        for tensors in (tree_leaves(inputs), model.parameters())
+        for tensors in (tree_leaves(inputs), failed.parameters(recurse=False))
     )
-    if not needed or given == needed:
+    takes_indices = isinstance(failed, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    if not needed or takes_indices or {*given} & {*needed}:
         return ""
     attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
     need = f"what the weights take, of {', '.join(needed)}"

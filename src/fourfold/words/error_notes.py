@@ -62,14 +62,18 @@ def _is_users(filename: str) -> bool:
 def error_line(error: BaseException) -> str:
     """An error in a line, with the innermost line of the user's: "KeyError: 'x' (task.py, line 7)"."""
     frame = user_frame(error)
-    where = "" if frame is None else f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}{frame_place(frame)}"
 
 
-def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's; None if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return frames[-1] if frames else None
+def user_frame(error: BaseException | None = None) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's in an error's traceback, or in the stack of this call; None if none is."""
+    stack = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(stack) if _is_users(frame.filename)), None)
+
+
+def frame_place(frame: traceback.FrameSummary | None) -> str:
+    """Where a frame stands: " (task.py, line 7)"; "" for None."""
+    return "" if frame is None else f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 def describe_function(function: Any) -> str:

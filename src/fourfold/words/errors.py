@@ -70,6 +70,18 @@ _WORDS_OF_OTHERS = {
 }
 SYNONYMS = {other: ours for ours, others in _WORDS_OF_OTHERS.items() for other in others.split()}
 """By the word of another framework: ours, the likeliest first."""
+_PLACES_OF_OTHERS = {
+    "-n N, the number of processes": "gpus num_gpus n_gpus devices num_devices world_size nproc nproc_per_node "
+    "num_processes processes ranks num_ranks",
+    "a launcher that starts processes on each node": "nodes num_nodes nnodes",
+    "the optimizer of the task": "lr learning_rate weight_decay wd momentum betas beta1 beta2 eps optimizer optim",
+    "a DataLoader(…, num_workers=N) as the task's data": "workers num_workers dataloader_num_workers",
+    "the same command, which resumes a run": "resume resume_from resume_from_checkpoint",
+    "metrics.jsonl in the run's folder, which has every step": "log_every log_interval logging_steps",
+    "callback=NAME": "wandb tensorboard mlflow trackio",
+}
+PLACES = {other: place for place, others in _PLACES_OF_OTHERS.items() for other in others.split()}
+"""By the word of another framework: where it is said here, if it is no setting of the task."""
 
 
 class Problem(NamedTuple):
@@ -221,3 +233,10 @@ def closest_match(word: str, choices: Iterable[str]) -> str | None:
     meant = [each for each in SYNONYMS.get(plain, "").split() if each in by_plain]
     close = meant or difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.6)
     return by_plain[close[0]] if close else None
+
+
+def place_of_setting(word: str, settings: Iterable[str]) -> str | None:
+    """Where another framework's word is said here, or None: it is unknown, or one of the settings has its meaning."""
+    plain = word.lower().replace("-", "_")
+    is_known = {*SYNONYMS.get(plain, "").split()} & {*settings}
+    return None if is_known or plain not in PLACES else PLACES[plain].replace("NAME", plain)
