@@ -47,7 +47,7 @@ def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int |
     versions = {"fourfold": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
     settings = {"task": task, "steps": 6, "batch_size": 8, "clip": None, "transport": "shared memory"}
     (folder / "settings.json").write_text(json.dumps({**settings, "versions": versions, "cores": 2}))
-    times = {"seconds": 0.5, "waiting_seconds": 0.125}
+    times = {"seconds": 0.5, "waiting_seconds": 0.125, "data_seconds": 0.25}
     lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": tokens, **times} for n in range(1, 7)]
     valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
     unit = "tokens" if tokens else "samples"
@@ -67,7 +67,7 @@ def test_a_page_is_well_formed_and_self_contained(run):
 
 
 def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_task(run):
-    metrics = Metrics(3.0, 8, 2048, None, seconds=0.5, waiting_seconds=0.125)
+    metrics = Metrics(3.0, 8, 2048, None, seconds=0.5, waiting_seconds=0.125, data_seconds=0.25)
     throughput = Throughput()
     for _ in range(6):
         throughput.add_step(num_units("samples", metrics.tokens, metrics.samples), metrics)
