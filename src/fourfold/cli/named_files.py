@@ -22,7 +22,7 @@ from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_init_path
 from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.rules_file import check_rules_path
-from fourfold.cli.task_source import argument_names, bound_names, task_names
+from fourfold.cli.task_source import argument_names, bound_names, task_names, top_names
 from fourfold.feed.text_path import resolve_text_path
 from fourfold.plan.plan import Plan
 from fourfold.trainer.callbacks.registry import check_shipped
@@ -73,7 +73,7 @@ def _check_task(spec: str) -> None:
         return
     is_given, name, tasks = bool(name), name or task_loader.DEFAULT_NAME, task_names(Path(file))
     if name not in bound and (is_given or tasks):  # a file without any may have another fault, which its import says
-        raise task_loader.no_task(f"no {name}", name, tasks, alike=bound, file=file)
+        raise task_loader.no_task(f"no {name}", name, tasks, alike=top_names(Path(file)), file=file)
 
 
 def _check_settings(given: Mapping[str, Any], errors: ErrorCollector) -> None:

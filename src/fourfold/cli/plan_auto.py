@@ -15,7 +15,7 @@ from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
 from fourfold.cli.plan_progress import shown_progress
 from fourfold.cli.plan_question import Question, Questions, is_ask, pinned_fields
-from fourfold.cli.plan_word import AUTO, PLAN_AUTO
+from fourfold.cli.plan_word import PLAN_AUTO, training_words
 from fourfold.environment.world import World
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.reasons import reason
@@ -33,9 +33,8 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         need = "one process that decides for all ranks"
         attempt = f"fourfold plan with the same words and devices={world.size}, then its plan.toml"
         raise SettingError(Problem(got, need, attempt), where="the command line")
-    words = [word for word in words if word != PLAN_AUTO]
+    others, words = training_words(words), [word for word in words if word != PLAN_AUTO]
     arguments = PlanArguments(parse_plan_words([word for word in words if is_ask(word)]).ask, others=tuple(words))
-    others = training_words(words)
     pinned = pinned_fields(settings_file.parse_command(words))
     ready = job.parse_job(others)
     kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)
@@ -48,11 +47,6 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         decision = question.decide()
     print_text("\n".join(format_decided(decision, question)))
     return [*others, *_missing_words(decision.answer.plan, pinned)]
-
-
-def training_words(words: Sequence[str]) -> list[str]:
-    """The words without those that only the planner reads."""
-    return [word for word in words if not is_ask(word) and word.partition("=")[2] != AUTO]
 
 
 def _kept_plan(run_dir: Path, num_processes: int | None, pinned: Mapping[str, object]) -> Plan | None:

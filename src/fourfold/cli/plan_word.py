@@ -17,3 +17,12 @@ def wants_plan(words: Sequence[str]) -> bool:
             attempt = text if text.endswith(".toml") else PLAN_AUTO
             raise SettingError(Problem(f"{PLAN_WORD} = {text or '(nothing)'}", need, attempt), where="the command line")
     return bool(texts)
+
+
+def training_words(words: Sequence[str]) -> list[str]:
+    """The words of a training without those that only the planner reads."""
+    if not wants_plan(words):
+        return list(words)
+    from fourfold.cli.plan_question import is_ask
+
+    return [word for word in words if word.partition("=")[2] != AUTO and not is_ask(word)]

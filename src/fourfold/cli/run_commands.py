@@ -40,15 +40,12 @@ def train(words: Sequence[str], processes: str | None) -> int:
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
     asks_for_plan = plan_word.wants_plan(words)
-    if asks_for_plan:
-        from fourfold.cli import plan_auto
-
-        check_named_files(plan_auto.training_words(words))
-    else:
-        check_named_files(words)
+    check_named_files(plan_word.training_words(words))
     if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
         return _train_sweep(words, swept, required, world)
     if asks_for_plan:
+        from fourfold.cli import plan_auto
+
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if world is None or world.rank == 0:
         for line in settings_file.recipe_lines(words):

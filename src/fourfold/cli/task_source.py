@@ -51,6 +51,11 @@ def task_names(file: Path) -> list[str]:
     return [name for node in nodes if (name := _bound_name(node))]
 
 
+def top_names(file: Path) -> list[str]:
+    """The names of a file's functions, and those that it assigns to, outside of functions and classes."""
+    return [name for node in _statements(file) if (name := _bound_name(node))]
+
+
 def _needs_argument(node: ast.stmt) -> bool:
     match node:
         case ast.FunctionDef(args=ast.arguments() as given):

@@ -67,7 +67,8 @@ def error_line(error: BaseException) -> str:
 
 def user_frame(error: BaseException | None = None) -> traceback.FrameSummary | None:
     """The innermost frame of the user's in an error's traceback, or in the stack of this call; None if none is."""
-    stack = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    # The outermost frame of a stack is the script of a command.
+    stack = traceback.extract_stack()[1:] if error is None else traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(stack) if _is_users(frame.filename)), None)
 
 
