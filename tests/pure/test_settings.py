@@ -106,6 +106,7 @@ def test_the_identity_of_a_run_is_the_one_that_older_versions_saved(given, plan,
 @pytest.mark.parametrize(("given", "attempt"), [
     ({"evaluate_evry": 2}, "evaluate_every"),
     ({"callback": []}, "callbacks"),
+    ({"workers": 2}, "a DataLoader(…, num_workers=N) as the task's data"),
     ({"lr_warmup": 20}, "rates=ff.LRSchedule(warmup=…)"),
     ({"something": 3}, "help(ff.train)"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ import msgspec
 
 from fourfold.plan.order_names import ORDERS
 from fourfold.words import argument_checks
-from fourfold.words.errors import Problem, closest_match
+from fourfold.words.errors import Problem, closest_match, place_of_setting
 from fourfold.words.measures import MODES
 
 
@@ -51,7 +51,7 @@ def name_problems(name: str, value: Any, known: Collection[str], lr_words: Colle
     if name in known:
         return []
     field = name.removeprefix("lr_")
-    attempt = closest_match(name, known)
+    attempt = place_of_setting(name, known) or closest_match(name, known)
     if field != name and field in lr_words:
         attempt = f"rates=ff.LRSchedule({field}=…)"
     return [Problem(argument_checks.format_argument(name, value), "a keyword of ff.train", attempt or "help(ff.train)")]
