@@ -22,10 +22,10 @@ def test_verbs_have_one_letter_each():
 
 def test_every_invalid_word_is_reported():
     with pytest.raises(ProgramError) as caught:
-        parse_program("0: F0.0 F0\nsecond\n1: Q1.2")
+        parse_program(f"0: F0.0 F0\nsecond\n1: Q1.2\n2: F0.{'9' * 5000}\n²: F0.0")
     message = str(caught.value)
-    assert "3 problems in program" in message
-    for word in ("'F0'", "'second'", "'Q1.2'"):
+    assert "5 problems in program" in message
+    for word in ("'F0'", "'second'", "'Q1.2'", "'F0.999", "'²: F0.0'"):
         assert word in message
 
 

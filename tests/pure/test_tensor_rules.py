@@ -261,6 +261,8 @@ def test_rules_are_read(text, rule):
         ("vocabulary(2)", 'the rule "vocabulary(2)"', '"vocabulary"'),
         ("column()", 'the rule "column()"', "(heads=8)"),
         ("column(0)", 'the rule "column(0)"', "(heads=8)"),
+        (f"column({'9' * 5000})", f'the rule "column({"9" * 5000})"', "(heads=8)"),
+        (f"column(heads={'9' * 5000})", f'the rule "column(heads={"9" * 5000})"', "(heads=8)"),
         ("column(heads=0)", 'the rule "column(heads=0)"', "(heads=8)"),
         ("column(2, heads)", 'the rule "column(2, heads)"', "(heads=8)"),
         ("row(heads;)", 'the rule "row(heads;)"', '"row(heads=8)"'),

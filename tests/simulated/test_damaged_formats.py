@@ -1,6 +1,7 @@
 """Damaged files of other libraries, and files that lie: a DataError or samples, never a crash or a huge allocation."""
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -30,10 +32,12 @@ from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
 from fourfold.feed import unpacked
-from fourfold.feed.formats import arrow
+from fourfold.feed.files import lines
+from fourfold.feed.formats import arrow, hdf5
 from fourfold.feed.formats.crc32c import masked_crc32c
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.pack import layout
+from fourfold.feed.readable import fetch_readable
 from fourfold.words.errors import DamagedSample, DataError
 
 FILES = Path(__file__).parents[1] / "format_files"
@@ -314,6 +318,21 @@ def bomb_npz(folder: Path) -> None:
     (folder / "x.npz").write_bytes(content)
 
 
+def npz_with_an_array_twice(folder: Path) -> None:
+    lying_npy(folder, "(2,)")
+    with zipfile.ZipFile(folder / "x.npz", "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        for _ in range(2):
+            archive.write(folder / "x.npy", "inputs.npy")
+    (folder / "x.npy").unlink()
+
+
+def rows_without_bytes(folder: Path) -> None:
+    for name in "ab":
+        lying_npy(folder, f"({2**62}, 0)")
+        os.truncate(folder / "x.npy", os.path.getsize(folder / "x.npy") - 8)
+        (folder / "x.npy").rename(folder / f"{name}.npy")
+
+
 def compressed_stream(folder: Path) -> None:
     table = pa.table({"x": np.zeros(2**17)})
     with pa.ipc.new_stream(folder / "x.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as it:
@@ -362,6 +381,12 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shape of no sizes": (lambda folder: lying_npy(folder, "(True, 1)", "'<f8'"), "8 bytes for an array"),
     "groups that hold others ten times each": (many_ways, "more than 2000 datasets and groups"),
     "an array of objects": (lambda folder: lying_npy(folder, "(1,)", "'|O'"), "not of numbers"),
+    "an array twice in a zip file": (npz_with_an_array_twice, "inputs.npy twice"),
+    "rows without bytes": (rows_without_bytes, f"{2**63} samples"),
+    "a struct of nothing": (
+        lambda folder: write_arrow(folder, pa.array([{}], pa.struct([]))),
+        "column 'x' of struct<>",
+    ),
     "an array of 2 GiB in a zip file": (bomb_npz, "inputs.npy of 2147483648 bytes in a file of"),
     "a stream larger than its file": (compressed_stream, "a compressed stream, of more than 1048576 bytes"),
 }
@@ -403,6 +428,50 @@ def parquet_of_one_text(folder: Path) -> None:
 def parquet_of_a_name_with_a_dot(folder: Path) -> None:
     column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**23, np.int8)), pa.array([0.5])).cast(pa.float64())
     pq.write_table(pa.table({"a.x": column}), folder / "x.parquet", row_group_size=2**23)
+
+
+def parquet_of_one_text_in_columns(folder: Path) -> None:
+    """A few rows of one column fit; 64 columns of them have 512 MiB."""
+    rows = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**6, np.int8)), pa.array(["a" * 2**17]))
+    column = rows.cast(pa.string())
+    pq.write_table(pa.table({f"x{i}": column for i in range(64)}), folder / "x.parquet", compression="zstd")
+
+
+def arrow_of_one_text_in_a_list(folder: Path) -> None:
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2**6, np.int8)), pa.array(["a" * 2**20]))
+    feather.write_feather(pa.table({"x": pa.ListArray.from_arrays([0, 2**6], texts)}), str(folder / "x.feather"))
+
+
+def hdf5_of_one_text(folder: Path) -> None:
+    """Every place of a row refers to the text of the first."""
+    with h5py.File(folder / "x.h5", "w") as file:
+        texts = file.create_dataset("x", (1, 2, 2**7), h5py.string_dtype())
+        texts[0, 0, 0] = "a" * 2**19
+        start = texts.id.get_offset()
+    content = (folder / "x.h5").read_bytes()
+    refers = content[start : start + 16] * 2**8
+    (folder / "x.h5").write_bytes(content[:start] + refers + content[start + len(refers) :])
+
+
+def hole(name: str, head: bytes = b"") -> Callable[[Path], None]:
+    """A file of 64 MiB and more that takes no room on the disk."""
+
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(head)
+        os.truncate(folder / name, 2**26 + len(head) + 1024)
+
+    return write
+
+
+def tar_head() -> bytes:
+    info = tarfile.TarInfo("a.txt")
+    info.size = 2**26
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def npy_with_a_hole(folder: Path) -> None:
+    lying_npy(folder, f"(1, {2**26})", "'|u1'")
+    os.truncate(folder / "x.npy", os.path.getsize(folder / "x.npy") - 8 + 2**26)
 
 
 def write_arrow(folder: Path, column: Any) -> None:
@@ -460,6 +529,15 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a file of .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
     "a row group of one number": (parquet_of_one_number, "", "a part of 67108864 bytes"),
     "a row group of one text": (parquet_of_one_text, "", "row group 0 of [0-9]+ bytes"),
+    "columns of one text": (parquet_of_one_text_in_columns, "", "row group 0 of [0-9]+ bytes"),
+    "a list of one text": (arrow_of_one_text_in_a_list, "", "the values of a dictionary of 67108864 bytes"),
+    "texts of HDF5": (hdf5_of_one_text, "", "the texts of a row of [0-9]+ bytes"),
+    "a hole in a tar": (hole("x.tar", tar_head()), "", "a record of 67108864 bytes"),
+    "a hole in an image": (hole("x.jpg"), "", "a file of 67109888 bytes"),
+    "a hole in a text": (hole("x.txt"), "", "a line of 33554433 bytes"),
+    "a hole in a table": (hole("x.csv", b"a,b\n1,"), "", "a line of 33554433 bytes"),
+    "a hole in a row": (npy_with_a_hole, "x.npy", "a row of 67108864 bytes"),
+    "a hole in rows": (npy_with_a_hole, "", "a record of 67108864 bytes"),
     "a column with a dot in its name": (parquet_of_a_name_with_a_dot, "", "a part of 67108864 bytes"),
     "a batch of Arrow": (arrow_of_zeros, "", "a part of 67108880 bytes"),
     "a dictionary of Arrow": (arrow_of_one_long_name, "", "dictionaries of 67108872 bytes"),
@@ -477,7 +555,42 @@ def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb:
     write(tmp_path)
     size = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
     assert size < 2**20
-    monkeypatch.setattr(unpacked, "share_bytes", lambda: 2**25)
-    monkeypatch.setattr(arrow, "share_bytes", lambda: 2**25)
+    for module in (unpacked, arrow, hdf5, lines):
+        monkeypatch.setattr(module, "share_bytes", lambda: 2**25)
     with few_bytes(), pytest.raises(DataError, match=message):
-        ff.open_source(tmp_path / name, rows=bomb.startswith("rows"))[0]
+        ff.open_source(tmp_path / name, rows=bomb.startswith(("rows", "a hole in rows")))[0]
+
+
+def test_names_that_are_no_text_are_written_out_in_files_of_the_run(tmp_path: Path):
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        for number in (b"1", b"x"):
+            info = tarfile.TarInfo(f"\udcff{number.decode()}.cls")
+            info.size = 1
+            archive.addfile(info, io.BytesIO(number))
+    (record,) = fetch_readable(ff.open_source(tmp_path), [0, 1]).damaged
+    assert b"udcffx" in msgspec.json.encode(record)
+
+
+def test_an_image_whose_head_has_other_types_is_damaged(tmp_path: Path):
+    Image.new("RGB", (3, 2)).save(tmp_path / "x.tif")
+    content = bytearray((tmp_path / "x.tif").read_bytes())
+    where_pixels_are = content.index(struct.pack("<HH", 273, 4))
+    struct.pack_into("<H", content, where_pixels_are + 2, 11)  # a float
+    (tmp_path / "x.tif").write_bytes(content)
+    with pytest.raises(DamagedSample, match="an image that cannot be decoded"):
+        ff.open_source(tmp_path)[0]
+
+
+@pytest.mark.parametrize("form", ["mds-zstd", "mds-gz"])
+def test_a_compressed_shard_may_have_several_members_and_nothing_behind_them(tmp_path: Path, form: str):
+    copy_of(form)(tmp_path)
+    whole = str(ff.open_source(tmp_path)[0])
+    path = next(tmp_path.glob("*.00000.mds.*"))
+    content = zstandard.decompress(path.read_bytes()) if form == "mds-zstd" else gzip.decompress(path.read_bytes())
+    compress = zstandard.compress if form == "mds-zstd" else gzip.compress
+    members = compress(content[:50]) + compress(content[50:])
+    path.write_bytes(members)
+    assert str(ff.open_source(tmp_path)[0]) == whole
+    path.write_bytes(members + b"tail")
+    with pytest.raises(DamagedSample):
+        ff.open_source(tmp_path)[0]

@@ -275,6 +275,9 @@ def test_an_array_of_another_size_is_named(place):
     source = open_source(place, place.make(), arrays={"image": ("uint8", (3, 5))})
     with pytest.raises(DataError, match=r"id = -?\d+ cannot be read: image has 12 bytes, not 15, for uint8 \[3, 5\]"):
         source[0]
+    source = open_source(place, place.make(), arrays={"image": ("uint8", (2**32, 2**32))})
+    with pytest.raises(DataError, match=f"12 bytes, not {2**64}"):
+        source[0]
 
 
 @pytest.mark.parametrize(("column", "value"), [
@@ -464,6 +467,17 @@ def test_a_damaged_index_is_named(tmp_path, name):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(DataError, match=name):
             open_index(tmp_path, "a query", iter(()))
+
+
+def test_keys_of_an_index_that_are_no_text_are_named_and_a_lock_is_not_emptied(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "lock").symlink_to(tmp_path / "mine")
+    index = open_index(tmp_path / "index", "a query", [(f"key {n}", n) for n in range(10)])
+    assert (tmp_path / "mine").read_text() == "mine"
+    (tmp_path / "index" / "keys").write_bytes(b"\xff" * 50)
+    with pytest.raises(DataError, match="keys, which is damaged"):
+        index.rows([3])
 
 
 def test_an_index_that_was_being_made_when_its_process_ended_is_made_again(tmp_path):

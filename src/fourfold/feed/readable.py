@@ -11,6 +11,7 @@ from fourfold.feed.source import empty_like, fetch
 from fourfold.plan.damaged_samples import DamagedRecord, too_many_problem
 from fourfold.words.errors import DamagedSample, DataError, Problem
 from fourfold.words.task import Source
+from fourfold.words.terminal_text import escape_controls
 
 NUM_TRIED = 64  # samples, for the shapes of a batch that has none
 NUM_ATTEMPTS = 3  # a sample may be readable once and damaged the next time
@@ -74,7 +75,9 @@ def _find_damaged(
             try:
                 fetch(source, [number], before_sample=before)
             except DamagedSample as error:
-                found[index] = DamagedRecord(int(number), error.key, error.reason)
+                # In files of the run, which are UTF-8: the names in archives, and of files, may be any bytes.
+                key, reason = escape_controls(error.key), escape_controls(error.reason)
+                found[index] = DamagedRecord(int(number), key, reason)
     return found
 
 

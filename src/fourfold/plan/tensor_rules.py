@@ -44,8 +44,8 @@ FUSED_STYLES = (Style.COLUMN, Style.ROW)
 EXAMPLE_LINE = '"blocks.*.mlp.up" = "column"'
 
 _RULE = re.compile(r"\s*+(?P<style>\w++)\s*+(?:\((?P<inside>[^()]*+)\))?+\s*+")
-_COUNT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<value>[0-9]+))?")
-_NUMBER = re.compile(r"[0-9]+")
+_COUNT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<value>[0-9]{1,18}))?")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _DIM = re.compile(r"\s*+(?P<name>[^\W\d]\w*+)\s*+(?:\((?P<inside>[^()]*+)\))?+\s*+(?P<mark>:\s*tp)?\s*+")
 _QUOTIENT = re.compile(r"(?P<name>[^\W\d]\w*)\s*(?:=\s*(?P<dividend>[^\W\d]\w*)\s*/\s*(?P<divisor>[^\W\d]\w*))?")
 

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from fourfold.words.errors import FourfoldError, Problem
 
+NUMBER = re.compile(r"[0-9]{1,18}")
+ACTION = re.compile(r"([A-Z])([0-9]{1,18})\.([0-9]{1,18})")
+
 
 class Verb(StrEnum):
     """The verbs, with their letters in text."""
@@ -95,14 +98,14 @@ def parse_program(text: str) -> dict[int, tuple[Action, ...]]:
         if not line.strip():
             continue
         head, colon, body = line.partition(":")
-        if not colon or not head.strip().isdigit():
+        if not colon or not NUMBER.fullmatch(head.strip()):
             problems.append(Problem(f"line {number}: {line.strip()[:40]!r}", "RANK: ACTION ACTION …"))
             continue
         if int(head) in program:
             problems.append(Problem(f"line {number}: {int(head)} again", "one line per rank"))
         actions = []
         for word in body.split():
-            match = re.fullmatch(r"([A-Z])(\d+)\.(\d+)", word)
+            match = ACTION.fullmatch(word)
             if match is None or match[1] not in set(Verb):
                 letters = ", ".join(f"{verb.value} {verb.name.lower().replace('_', '-')}" for verb in Verb)
                 problems.append(Problem(f"line {number}: {word!r}", f"a verb, a stage, a dot, an index ({letters})"))

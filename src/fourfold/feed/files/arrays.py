@@ -12,6 +12,7 @@ import numpy as np
 from fourfold.feed.files.listing import Listing
 from fourfold.feed.files.numpy_files import LONE, NOT_OBJECTS, UNREADABLE, is_npz, map_npy, read_npy_file, read_npz
 from fourfold.feed.pack.schema import PAIR
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
 
@@ -39,7 +40,9 @@ class ArrayRows:
         return self._length or 0
 
     def __getitem__(self, index: int, /) -> Any:
-        return _as_sample({name: np.array(array[index]) for name, array in self._arrays.items()})
+        row = {name: array[index] for name, array in self._arrays.items()}
+        check_fits(sum(part.nbytes for part in row.values()), "a row")  # of a mapped file, perhaps with holes
+        return _as_sample({name: np.array(part) for name, part in row.items()})
 
     def sample_key(self, index: int) -> str:
         return f"{self._path}, row {index}"

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from itertools import accumulate
 from typing import Any, BinaryIO
 
 from fourfold.feed.files.listing import Listing
+from fourfold.feed.unpacked import share_bytes
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
@@ -101,7 +103,7 @@ def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
         path, starts = listing.path(number), array("Q")
         with open(path, "rb") as file:
             at = _skip_mark(file, path)
-            for line in file:
+            for line in _lines(file, path):
                 # A blank line is read with the record before it, which JSON and CSV allow.
                 if not (skip_blank and line.isspace()):
                     starts.append(at)
@@ -119,6 +121,16 @@ def _skip_mark(file: BinaryIO, path: str) -> int:
             attempt = f"iconv -f {name} -t UTF-8 {os.path.basename(path)}"
             raise DataError(Problem(f"text in {name}", "text in UTF-8", attempt), where=path)
     return file.seek(len(MARK) if start.startswith(MARK) else 0)
+
+
+def _lines(file: BinaryIO, path: str) -> Iterator[bytes]:
+    """The lines of a file. Raises DataError for one that does not fit into memory, as a file with holes may have."""
+    most = min(share_bytes(), sys.maxsize - 1)
+    for line in iter(functools.partial(file.readline, most + 1), b""):
+        if len(line) > most:
+            got = f"a line of more than {most} bytes, the memory of each rank of this host"
+            raise DataError(Problem(got, "lines that fit"), where=path)
+        yield line
 
 
 def open_csv(listing: Listing) -> LineSource:
@@ -160,7 +172,7 @@ class _CsvReader:
         self._rows = csv.reader(self._lines(), delimiter=_delimiter(path), strict=True)
 
     def _lines(self) -> Iterator[str]:
-        for number, line in enumerate(self._file, 1):
+        for number, line in enumerate(_lines(self._file, self._path), 1):
             self._at += len(line)
             try:
                 yield line.decode()

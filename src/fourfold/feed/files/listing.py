@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DataError, Problem, os_error_text
 
 KIND_OF_SUFFIX = {
@@ -75,10 +76,11 @@ def _below(root: str, folder: str) -> Iterator[str]:
 
 
 def read_file(path: str) -> bytes:
-    """A file's content."""
+    """A file's content. Raises OSError, and ValueError for one that does not fit into memory."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(file).st_size
+        check_fits(size, "a file")
         content = os.read(file, size)
         while len(content) < size:
             more = os.read(file, size - len(content))

@@ -113,8 +113,11 @@ def _read_npz(path: str, read: Any, kinds: str) -> dict[str, Any]:
                 is_known = entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
                 if not is_known or entry.file_size > MAX_RATIO * size:
                     raise ValueError(f"{entry.filename} of {entry.file_size} bytes in a file of {size}")
+                name = entry.filename.removesuffix(".npy")
+                if name in arrays:
+                    raise ValueError(f"{entry.filename} twice")
                 with archive.open(entry) as file:
-                    arrays[entry.filename.removesuffix(".npy")] = read(file, entry.file_size, kinds)
+                    arrays[name] = read(file, entry.file_size, kinds)
     except ZIP_ERRORS as error:
         raise ValueError(str(error) or type(error).__name__) from error
     return arrays

@@ -46,32 +46,33 @@ class _Parquet:
         self.sizes = [group.num_rows for group in groups]
         self.columns = choose_columns(self.schema, columns, path)
 
-    def _chunks(self, number: int) -> list[Any]:
-        """What a row group says of the columns that are read, or of their parts."""
+    def _chunks(self, number: int, columns: Sequence[str]) -> list[Any]:
+        """What a row group says of some columns, or of their parts."""
         group = self._file.metadata.row_group(number)
         chunks = [group.column(place) for place in range(group.num_columns)]
-        return [
-            each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in self.columns))
-        ]
+        return [each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))]
 
     def part_bytes(self, number: int) -> int:
         """What a row group has in memory, at least: a page of a few bytes may stand for any number of equal values."""
         return sum(
             max(each.total_uncompressed_size, WIDTHS.get(each.physical_type, 0) * each.num_values)
-            for each in self._chunks(number)
+            for each in self._chunks(number, self.columns)
         )
 
     def part(self, number: int) -> Any:
-        total, batches = 0, []
-        # A value is no longer than its column, but may stand in every row.
-        longest = max((each.total_uncompressed_size for each in self._chunks(number)), default=0)
-        rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, longest))))
-        for batch in self._file.iter_batches(rows, row_groups=[number], columns=self.columns, use_threads=False):
-            total += batch.nbytes
-            check_fits(2 * total, f"row group {number}")  # twice: as batches, and as one table
-            batches.append(batch)
-        table = pyarrow().Table.from_batches(batches, None if batches else self.schema)
-        return table.select(self.columns).combine_chunks()
+        total, columns = 0, []
+        for name in self.columns:  # one by one: of a column, pyarrow holds at most 2 GiB of text at once
+            # A value is no longer than its column, but may stand in every row.
+            longest = max((each.total_uncompressed_size for each in self._chunks(number, [name])), default=0)
+            rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, longest))))
+            batches = []
+            for batch in self._file.iter_batches(rows, row_groups=[number], columns=[name], use_threads=False):
+                total += batch.nbytes
+                check_fits(2 * total, f"row group {number}")  # twice: as batches, and as one table
+                batches.append(batch)
+            table = pyarrow().Table.from_batches(batches, None if batches else self.schema)
+            columns.append(table.column(name).combine_chunks())
+        return pyarrow().table(columns, self.columns)
 
 
 class _ArrowFile:

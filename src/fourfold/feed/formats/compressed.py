@@ -5,8 +5,9 @@ of another size, or without its end, is damaged.
 """
 
 import bz2
+import gzip
 import io
-import zlib
+from collections.abc import Callable
 from typing import Any
 
 from fourfold.feed.formats.positioned import PositionedFiles
@@ -14,14 +15,13 @@ from fourfold.feed.unpacked import Unpacked
 from fourfold.words.errors import DataError, Problem
 
 LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
-COMPRESSIONS = ("zstd", "gz", "bz2")
 
 
 def check_compression(text: Any) -> str:
     """The algorithm of `zstd:7`. Raises ValueError for one that cannot be read, DataError if its library is missing."""
     name = text.partition(":")[0] if isinstance(text, str) else repr(text)
-    if name not in COMPRESSIONS:
-        raise ValueError(f"compression {name[:60]}, not {', '.join(COMPRESSIONS)}")
+    if name not in READERS:
+        raise ValueError(f"compression {name[:60]}, not {', '.join(READERS)}")
     if name == "zstd":
         _zstandard()
     return name
@@ -34,6 +34,13 @@ def _zstandard() -> Any:
         need, attempt = "zstandard, which reads them", "pip install 'fourfold[zstd]'"
         raise DataError(Problem("files compressed by zstd, and no zstandard", need, attempt)) from None
     return zstandard
+
+
+READERS: dict[str, Callable[[io.BytesIO], Any]] = {
+    "zstd": lambda file: _zstandard().ZstdDecompressor().stream_reader(file, read_across_frames=True),
+    "gz": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    "bz2": bz2.BZ2File,
+}
 
 
 class UnpackedFiles:
@@ -58,13 +65,8 @@ def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
     if num_bytes > max(LEAST_BYTES, MAX_RATIO * len(packed)):
         raise ValueError(f"{num_bytes} bytes by {compression} from {len(packed)}")
     try:
-        if compression == "zstd":
-            reader = _zstandard().ZstdDecompressor().stream_reader(io.BytesIO(packed), read_across_frames=True)
-            content = _read_at_most(reader, num_bytes + 1)
-        elif compression == "gz":
-            content = _read_whole(zlib.decompressobj(wbits=31), packed, num_bytes)
-        else:
-            content = _read_whole(bz2.BZ2Decompressor(), packed, num_bytes)
+        # They read files of several members, and the checksums at their ends.
+        content = _read_at_most(READERS[compression](io.BytesIO(packed)), num_bytes + 1)
     except Exception as error:
         if isinstance(error, DataError | MemoryError):
             raise
@@ -72,13 +74,6 @@ def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
     if len(content) != num_bytes:
         got = "more" if len(content) > num_bytes else str(len(content))
         raise ValueError(f"{got} bytes by {compression}, not {num_bytes}")
-    return content
-
-
-def _read_whole(unpacker: Any, packed: bytes, num_bytes: int) -> bytes:
-    content = unpacker.decompress(packed, num_bytes + 1)
-    if len(content) <= num_bytes and not unpacker.eof:  # its checksum comes last
-        raise ValueError("the end is missing")
     return content
 
 

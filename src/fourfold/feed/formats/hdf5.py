@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
-from fourfold.feed.unpacked import check_fits
+from fourfold.feed.unpacked import check_fits, share_bytes
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -77,7 +77,7 @@ class HDF5Rows:
                 row = {}
                 for name in self._fields:
                     try:
-                        row[name] = _value(opened[name][record])
+                        row[name] = _row_of(opened[name], record)
                     except (KeyError, RuntimeError) as error:  # h5py's, for damaged files
                         raise ValueError(f"{name}: {error}") from error
                 rows.append(row)
@@ -159,6 +159,22 @@ def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Probl
         except ValueError as error:
             return [Problem(f"{where}: {error}", "rows and chunks that fit", "smaller chunks")]
     return []
+
+
+def _row_of(dataset: Any, record: int) -> Any:
+    """A value of a dataset. Raises ValueError for texts that do not fit into memory."""
+    if len(dataset.shape) < 2 or dataset.dtype.kind in "biuf":
+        return _value(dataset[record])
+    texts, total = list[str](), 0
+    # A text is no longer than its file, but may stand in every place: few are read at once.
+    step = max(1, share_bytes() // (4 * dataset.file.id.get_filesize()))
+    for place in np.ndindex(dataset.shape[1:-1]):
+        for start in range(0, dataset.shape[-1], step):
+            part = _value(dataset[(record, *place, slice(start, start + step))])
+            total += sum(map(len, part))
+            check_fits(total, "the texts of a row")
+            texts += part
+    return texts
 
 
 def _value(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.feed.pack.files import MAX_OPEN, ShardFile
+from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DataError, Problem, os_error_text
 
 
@@ -42,10 +43,11 @@ class PositionedFiles:
         self.__dict__.update(state, bytes_read=0, _open=OrderedDict(), _lock=threading.Lock())
 
     def read(self, file: int, offset: int, length: int) -> bytes:
-        """The bytes [offset, offset + length). Raises ValueError if the file has not got them."""
+        """The bytes [offset, offset + length). Raises ValueError if the file has not got them, or memory no room."""
         size = self.sizes[file]
         if not 0 <= offset <= size or not 0 <= length <= size - offset:
             raise ValueError(f"bytes {offset} to {offset + length} of a file of {size}")
+        check_fits(length, "a record")  # a file with holes has it without such a disk
         opened, parts, done = self._file(file), list[bytes](), 0
         while done < length:  # a read of more than 2 GiB is cut short
             part = os.pread(opened.descriptor, length - done, offset + done)

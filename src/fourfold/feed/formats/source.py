@@ -67,8 +67,10 @@ class FormatSource:
         self._records, self._columns, self._target, self._images = records, columns, target, images
         self._dtypes = _read_dtypes(dtype)
         self._ends = list(itertools.accumulate(records.shard_sizes))
-        if not len(self):
-            raise DataError(Problem(f"{records.name} has no samples", "at least one"), where=records.name)
+        count = sum(records.shard_sizes)
+        if not 0 < count < 2**63:  # of rows without bytes, a file may have any number
+            need = "fewer than 2**63" if count else "at least one"
+            raise DataError(Problem(f"{records.name} has {count or 'no'} samples", need), where=records.name)
         if columns is not None and target is not None and target not in columns:
             self._columns = [*columns, target]
         self._check_names()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.feed.pack.schema import EncodedImage
+from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -22,6 +23,7 @@ def pyarrow() -> Any:
     """The library with its parts. Raises DataError if it is not installed."""
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
@@ -51,10 +53,13 @@ def choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> lis
 
 def _is_readable(kind: Any) -> bool:
     types = pyarrow().types
+    if types.is_dictionary(kind) and types.is_nested(kind.value_type):
+        return False
     if _is_list(kind := _plain(kind)):
         return _is_readable(kind.value_type)
     if types.is_struct(kind):
-        return all(_is_readable(kind.field(number).type) for number in range(kind.num_fields))
+        fields = [kind.field(number).type for number in range(kind.num_fields)]
+        return bool(fields) and all(map(_is_readable, fields))
     if types.is_decimal(kind) or types.is_temporal(kind):
         return False
     return (
@@ -138,7 +143,13 @@ def _decoded(column: Any) -> Any:
     library = pyarrow()
     column = column.combine_chunks() if isinstance(column, library.ChunkedArray) else column
     while library.types.is_dictionary(column.type) or hasattr(column.type, "storage_type"):
-        column = column.dictionary_decode() if library.types.is_dictionary(column.type) else column.storage
+        if library.types.is_dictionary(column.type):
+            if not library.types.is_primitive(column.type.value_type):  # one long value may stand in every place
+                sizes = library.compute.binary_length(column.dictionary).take(column.indices)
+                check_fits(library.compute.sum(sizes).as_py() or 0, "the values of a dictionary")
+            column = column.dictionary_decode()
+        else:
+            column = column.storage
     return column
 
 

@@ -224,6 +224,8 @@ def decode_image(content: bytes) -> Tensor:
             if image.mode == "F" or image.mode.startswith("I"):  # Pillow would cut them off at 255
                 raise ValueError(f"pixels of more than 8 bits, mode {image.mode}; with images=False they are bytes")
             pixels = np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for damaged files
+    except ValueError:
+        raise
+    except Exception as error:  # Pillow's parsers raise what their input leads to: TypeError, struct.error, …
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

@@ -5,6 +5,7 @@ type    of a column: that of most of its values; in SQLite and MongoDB, rows may
 Law: the batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class ArrayForm:
         torch.from_numpy(np.empty(0, self.dtype))
         if not all(type(size) is int and size >= 0 for size in self.shape):
             raise ValueError(f"a shape of {self.shape}")
-        self.num_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        self.num_bytes = math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"

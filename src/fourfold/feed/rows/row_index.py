@@ -45,7 +45,7 @@ class RowIndex:
     """The index in a folder."""
 
     def __init__(self, folder: Path, manifest: _Manifest) -> None:
-        self._num_rows, self._are_keys_text = manifest.num_rows, manifest.are_keys_text
+        self._folder, self._num_rows, self._are_keys_text = folder, manifest.num_rows, manifest.are_keys_text
         self._digests = _mapped(folder / "digests", np.uint64, self._num_rows)
         if manifest.are_keys_text:
             self._ends = _mapped(folder / "ends", np.uint64, self._num_rows)
@@ -68,7 +68,10 @@ class RowIndex:
 
     def _text_key(self, number: int) -> str:
         start = int(self._ends[number - 1]) if number else 0
-        return self._keys[start : int(self._ends[number])].tobytes().decode()
+        try:
+            return self._keys[start : int(self._ends[number])].tobytes().decode()
+        except UnicodeDecodeError:
+            raise _damaged(self._folder / "keys") from None
 
 
 def open_index(folder: Path, of: str, rows: Iterable[tuple[Any, int]]) -> RowIndex:
@@ -78,7 +81,7 @@ def open_index(folder: Path, of: str, rows: Iterable[tuple[Any, int]]) -> RowInd
     an index of something else, a damaged one, no rows, and keys that are not unique, or neither whole numbers nor text.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("wb") as lock:
+    with (folder / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "manifest.json").exists():
             _write(folder, of, rows)

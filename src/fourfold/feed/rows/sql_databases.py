@@ -18,10 +18,11 @@ from fourfold.words.errors import DataError, Problem
 
 SCAN_ROWS = 1000
 MAX_SQLITE_KEYS = 500  # 999 parameters is the limit of old versions
-# Of SQL: what is quoted, where no character means anything; blanks and comments; and every other character.
+# Of SQL: what is quoted, where no character means anything; blanks and comments; and every other character. What has no
+# end goes on to that of the query.
 TOKENS = re.compile(
-    r"""[eE]'(?:[^'\\]|\\.|'')*' | '(?:[^']|'')*' | "(?:[^"]|"")*" | `[^`]*` | \[[^\]]*\] | \$(\w*)\$.*?\$\1\$
-        | (?P<gap> \s+ | --[^\n]* | /\*.*?\*/ ) | .""",
+    r"""[eE]'(?:[^'\\]|\\.|'')*+(?:'|\Z) | '(?:[^']|'')*+(?:'|\Z) | "(?:[^"]|"")*+(?:"|\Z) | `[^`]*+(?:`|\Z)
+        | \[[^\]]*+(?:\]|\Z) | \$(\w*+)\$.*?(?:\$\1\$|\Z) | (?P<gap> \s+ | --[^\n]* | /\*.*?(?:\*/|\Z) ) | .""",
     re.DOTALL | re.VERBOSE,
 )
 TIMEOUT_SECONDS = 5.0  # for a lock of SQLite, in one attempt
