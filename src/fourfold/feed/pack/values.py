@@ -212,7 +212,7 @@ def tensor_of(content: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tensor
 def decode_image(content: bytes) -> Tensor:
     """The pixels of an image file: uint8 [3, height, width]. Raises ValueError if it is damaged."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         need, attempt = "Pillow, which decodes images", "pip install 'fourfold[images]'"
         raise DataError(Problem("images, and no Pillow", need, attempt)) from None
@@ -226,6 +226,8 @@ def decode_image(content: bytes) -> Tensor:
             pixels = np.array(image.convert("RGB"))
     except ValueError:
         raise
+    except UnidentifiedImageError as error:  # whose message has an address, which is another in each attempt
+        raise ValueError(f"it is no {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # Pillow's parsers raise what their input leads to: TypeError, struct.error, …
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
