@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.words.errors import PlanError, Problem, closest_match
+from fourfold.words.errors import DataError, PlanError, Problem, closest_match
 
 
 def test_problems_are_printed_in_columns():
@@ -33,6 +33,11 @@ def test_problems_that_do_not_fit_beside_one_another_stand_below_one_another(mon
         "  c\n"
         "    need d"
     )
+
+
+def test_of_long_names_the_beginning_and_the_end_are_shown():
+    name = "a" * 10**5
+    assert len(str(DataError(Problem(f"{name}: no such file"), where=name))) < 10**4
 
 
 def test_a_plain_message_is_one_line():

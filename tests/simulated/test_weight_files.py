@@ -90,3 +90,13 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
     with pytest.raises(CheckpointError, match="the file has become shorter"):
         files.read_shard("weight", TensorShard.even((6, 8), 0, 1, 2))
+
+
+def test_a_pipe_and_a_name_that_no_file_has_are_errors(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        WeightFiles(tmp_path / "x.safetensors")
+    name = "a" * 5000 + ".safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+    with pytest.raises(CheckpointError, match="every file that weight_map names"):
+        WeightFiles(tmp_path)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fourfold.parts.deferred_init import InitialWeights
-from fourfold.plan.decode import DecodeError, from_json, read_bounded
+from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import CheckpointError, Problem, os_error_text
 from fourfold.words.run_files import WEIGHTS_NEED
@@ -167,7 +167,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name in dict.fromkeys(weight_map.values()):
         if name != Path(name).name or not name.endswith(".safetensors"):
             problems.append(Problem(f"{name!r} in weight_map", "a safetensors file in the folder itself"))
-        elif not (path.parent / name).is_file():
+        elif not os.path.isfile(path.parent / name):  # False too for a name that is too long
             problems.append(Problem(f"no {name}", "every file that weight_map names", "copy the whole folder"))
     if problems:
         raise CheckpointError(problems, where=str(path))
@@ -178,6 +178,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def open_safetensors(path: Path) -> Iterator[Any]:
     """The file, as safetensors opens it. Raises CheckpointError if it is none."""
     try:
+        check_not_pipe(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:

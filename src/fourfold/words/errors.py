@@ -201,7 +201,7 @@ def format_problems(problems: Sequence[Problem], *, where: str = "", width: int 
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    location = f" in {escape_controls(where)}" if where else ""
+    location = f" in {escape_controls(_shortened(where))}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
     if width is not None and max(map(len, lines)) + 2 > width:
