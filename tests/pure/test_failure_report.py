@@ -47,6 +47,14 @@ def test_the_earliest_error_is_the_cause() -> None:
     assert result.text == "rank 1 of 4 failed\nValueError: early"
 
 
+def test_the_summary_of_an_error_is_its_message_and_not_its_last_line() -> None:
+    error = ValueError("a number\n  too large")
+    error.add_note("in step 3")
+    cause = first(failure_report.make_record(error, rank=0))
+    assert cause.text.endswith("in step 3")
+    assert cause.summary == "rank 0 of 4 failed: ValueError: a number too large"
+
+
 def test_an_echo_of_another_ranks_failure_is_not_the_cause() -> None:
     reset = entry(0, timestamp=1.0, kind="RuntimeError", message="[pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert "rank 1" in first(reset, entry(1, timestamp=2.0)).text

@@ -110,6 +110,12 @@ def test_a_job_that_ends_with_the_same_error_says_so(tmp_path: Path, deaths: lis
     assert "restarts=" not in text
 
 
+def test_a_job_that_never_had_a_folder_names_no_file_in_it(tmp_path: Path) -> None:
+    budget = RestartBudget(SupervisionPolicy(max_restarts=1, has_heartbeat=True, run_dir=tmp_path / "none"))
+    assert [budget.allows_restart(KILLED, at(-1, -1)) for _ in range(2)] == [True, False]
+    assert "look at   the error above\n" in budget.exhausted_text(KILLED)
+
+
 @pytest.mark.parametrize("error", [CheckpointError("bad"), TrainingError("no gradient"), StoppedError("requested")])
 def test_errors_that_would_recur_are_not_retried(error: Exception) -> None:
     cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,12 @@ from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
+from fourfold.launcher.heartbeat_file import HeartbeatFile
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.trace_file import decode_trace
 from fourfold.testing import threads
 from fourfold.trainer import last_checkpoint
+from fourfold.trainer.heartbeat import DONE, HEARTBEAT_VARIABLE, PAUSED
 from fourfold.trainer.run_dir import RunDir
 from fourfold.words.errors import SettingError, StoppedError, TrainingError
 from tests.cases import Case
@@ -288,6 +292,26 @@ def test_a_stop_signal_ends_the_wait_for_room(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "write_snapshot", write)
     with pytest.raises(StoppedError, match="stopped by SIGTERM after step 6; nothing is saved"):
         train(tmp_path)
+
+
+def test_a_launcher_sees_that_a_finished_run_still_saves_and_waits_for_room(tmp_path, monkeypatch):
+    """Or it would kill the ranks in the middle of it, three seconds after a SIGTERM."""
+    disk, heartbeats, seen = SmallDisk(monkeypatch, refusals=1), HeartbeatFile(tmp_path, 1), []
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(heartbeats.path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def write(path: Path, snapshot: Any) -> Any:
+        seen.append(heartbeats.read()[0].phase)
+        return disk.write(path, snapshot)
+
+    def sleep(seconds: float) -> None:
+        seen.append(heartbeats.read()[0].wait.what)
+
+    monkeypatch.setattr(writer, "write_snapshot", write)
+    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    train(tmp_path)
+    assert seen == [PAUSED, "room on the disk", PAUSED]
+    assert heartbeats.read()[0].phase == DONE
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -129,6 +129,27 @@ def test_arguments_that_no_document_can_answer_are_refused_at_once(database, mon
         assert "secret" not in str(found.value)
 
 
+def test_a_server_that_is_away_when_a_source_is_opened_is_waited_for(database, monkeypatch):
+    fill(database)
+    failures, command = [1], mongomock.Database.command
+
+    def fail(self: Any, *words: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise pymongo.errors.ServerSelectionTimeoutError("connection refused")
+        return command(self, *words)
+
+    connect = pymongo.MongoClient
+
+    def connect_and_fail(*words: Any, **options: Any) -> Any:
+        client = connect(*words, **options)
+        monkeypatch.setattr(mongomock.Database, "command", fail)
+        return client
+
+    monkeypatch.setattr(pymongo, "MongoClient", connect_and_fail)
+    assert len(mongo(URL, "samples", ["label"])) == 9
+
+
 def test_a_server_that_goes_away_is_waited_for_and_its_password_is_not_shown(database, monkeypatch, caplog):
     fill(database)
     source = mongo(URL, "samples", ["label"])

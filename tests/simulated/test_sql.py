@@ -336,6 +336,19 @@ def test_a_server_that_goes_away_and_comes_back_is_waited_for(server, caplog):
     assert any("again in" in each for each in caplog.messages)
 
 
+def test_a_server_that_is_away_when_a_source_is_opened_is_waited_for(server, caplog):
+    import psycopg
+
+    place = Place(server.url, lambda: psycopg.connect(server.url), "BYTEA")
+    table = place.make()
+    server.stop()
+    restart = threading.Timer(0.15, server.start)
+    restart.start()
+    assert len(open_source(place, table)) == NUM_ROWS
+    restart.join()
+    assert any("again in" in each for each in caplog.messages)
+
+
 def test_a_server_that_stays_away_ends_the_run_with_its_url_and_no_password(server):
     import psycopg
 

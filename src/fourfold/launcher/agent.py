@@ -218,9 +218,7 @@ class Agent(LocalElasticAgent):
         kind = "restart" if restarts else "gave up"
         if self._hang is not None and restarts:
             kind = "stopped" if self._hang.is_stopped else "hung"
-        fault = Fault(
-            time=time.time(), kind=kind, step=step, rank=cause.rank, host=self._host, text=_one_line(cause.text)
-        )
+        fault = Fault(time=time.time(), kind=kind, step=step, rank=cause.rank, host=self._host, text=cause.summary)
         self._pending_faults.append((fault, time.monotonic()))
         if restarts:
             used = f" ({self._budget.num_used} of {self.policy.max_restarts} restarts without progress)"
@@ -323,9 +321,3 @@ class Agent(LocalElasticAgent):
         """Leave nothing behind: no process, and no fault that is not recorded."""
         self._kill_orphans()
         self._record_faults(None)
-
-
-def _one_line(text: str) -> str:
-    """A cause in one line: the rank, and the last line of its error."""
-    lines = text.splitlines()
-    return lines[0] if len(lines) == 1 or lines[0].endswith("killed") else f"{lines[0]}: {lines[-1].strip()}"

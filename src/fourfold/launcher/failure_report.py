@@ -38,6 +38,7 @@ ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
 WORD = re.compile(r"\w+")
 ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
+SUMMARY_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Cause:
     signal      the number of the signal that killed it
     is_final    another attempt would end in the same way
     is_stopped  the job was asked to stop, and did
+    message     of the error that ended the rank, with its type, in one line; "" for another cause
     error       what an error of the program is recognized by when it comes again; "" for another cause
     """
 
@@ -77,7 +79,13 @@ class Cause:
     signal: int | None = None
     is_final: bool = False
     is_stopped: bool = False
+    message: str = ""
     error: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The cause in one line: the rank, and its error."""
+        return ": ".join(filter(None, (self.text.partition("\n")[0], self.message)))
 
 
 def make_record(error: BaseException, *, rank: int) -> FailureRecord:
@@ -193,7 +201,8 @@ def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
     error = "" if entry.is_echo else _identity(entry)
-    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final, error=error)
+    message = f"{entry.kind}: {' '.join(entry.message.split())}"[:SUMMARY_CHARS]
+    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final, message=message, error=error)
 
 
 def _identity(entry: FailureRecord) -> str:

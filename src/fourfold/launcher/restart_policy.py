@@ -91,9 +91,11 @@ class RestartBudget:
             attempt = f", or restarts={10 * self._policy.max_restarts} if the machine is to blame"
         else:
             gave_up, attempt = f"{gave_up}: the same error came again after step {max(self._last_step, 0)}", ""
+        run_dir = self._policy.run_dir  # it is there from a rank's start on
+        earlier = f"; earlier ones are in {run_dir / FAULTS_FILE}" if run_dir.exists() else ""
         return (
             f"{gave_up}\n"
-            f"  look at   the error above; earlier ones are in {self._policy.run_dir / FAULTS_FILE}\n"
+            f"  look at   the error above{earlier}\n"
             f"  try       to fix its cause{attempt}\n"
             f"  then      {self._policy.resume_hint()}"
         )

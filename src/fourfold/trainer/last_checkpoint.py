@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from fourfold.checkpoint.manager import CheckpointLog, CheckpointManager, TrainingProgress
+from fourfold.environment.known_waits import waiting_for
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.units import format_bytes
@@ -47,7 +48,8 @@ def wait_until_saved(
             held = f"the result of {format_bytes(checkpoints.num_bytes)} is held in memory"
             wait = f"up to {wait_seconds} s (disk_seconds)"
             log.log_message(f"warning: {reasons[0]}; {held}, and written as soon as the disk takes it: waiting {wait}")
-        time.sleep(RETRY_SECONDS)
+        with waiting_for("room on the disk"):
+            time.sleep(RETRY_SECONDS)
         checkpoints.save_again()
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
+from fourfold.environment.known_waits import waiting_for
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.feed import Feed
 from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_problem
@@ -263,26 +264,31 @@ class TrainingLoop:
             self.save_and_stop(progress, number)
         save_weights_alone(checkpoints, step, progress)
 
+    def _make_sample(self) -> Any:
+        """What the task's `sample` returns, by the averaged weights where there are some. Collective."""
+        step, average = self.state.step, self.state.ema
+        if self.task.sample is None:
+            return None
+        weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
+        with waiting_for("the task's sample"), weights, step.inference() as model:
+            # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
+            return self.task.sample(model) if step.rank in step.plan.mesh.peers(0, "pp", "tp") else None
+
     def finish(self, progress: TrainingProgress, seconds: float, stop_signal: Callable[[], int]) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
-        step, average = self.state.step, self.state.ema
+        step = self.state.step
         step.flush()
         if self.settings.drift_check:
             step.check_drift()
         if progress.stopped is None or not progress.valid:
             progress = self.evaluate(progress)
-        self.heartbeat.mark_done()
-        if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
-            self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
-        sample = None
-        if self.task.sample is not None:
-            weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
-            with weights, step.inference() as model:
-                # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
-                if step.rank in step.plan.mesh.peers(0, "pp", "tp"):
-                    sample = self.task.sample(model)
-        if self.settings.checkpoint_every:
-            self._wait_until_saved(progress, stop_signal)
+        with self.heartbeat.pause():
+            if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
+                self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
+            sample = self._make_sample()
+            if self.settings.checkpoint_every:
+                self._wait_until_saved(progress, stop_signal)
+        self.heartbeat.mark_done()  # not before: a launcher that is asked to stop waits for ranks that save
         self.tracer.write_again()
         self._report_checkpoints()
         self.memory.log(progress.step)

@@ -7,12 +7,15 @@ Law: `rows` gives what `scan` gave for the same keys, until somebody changes the
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
+from fourfold.feed.staging.origin import Backoff, retry
 from fourfold.words.errors import DataError, Problem, closest_match
 
 Row = tuple[Any, ...]
+Result = TypeVar("Result")
+OPENING = Backoff(give_up=60.0)  # of a server: a mistake in its URL ends within a minute
 
 
 class Database(Protocol):
@@ -43,6 +46,19 @@ class Database(Protocol):
     def may_pass(self, error: Exception) -> bool:
         """Whether the same call may succeed later: the server is away, or another process has locked the file."""
         ...
+
+
+def retried(database: Database, read: Callable[[], Result], backoff: Backoff) -> Result:
+    """What `read` returns, on a new connection after each error that may pass. Raises DataError."""
+
+    def attempt() -> Result:
+        try:
+            return read()
+        except Exception:
+            database.disconnect()
+            raise
+
+    return retry(attempt, database.url, backoff, may_pass=database.may_pass)
 
 
 class Connections:

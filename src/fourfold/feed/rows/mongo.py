@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fourfold.feed.rows.columns import Columns
-from fourfold.feed.rows.database import Connections, Row, check_columns, first_line
+from fourfold.feed.rows.database import OPENING, Connections, Row, check_columns, first_line, retried
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
 from fourfold.words import argument_checks
@@ -78,13 +78,19 @@ class MongoDatabase:
         self._check_arguments()
         self._connections, self._pymongo = Connections(), _import_pymongo()
         self._object_id = importlib.import_module("bson").ObjectId
+        retried(self, self._check_server, OPENING)
+
+    def _check_server(self) -> None:
+        """Raise DataError for a URL without a database, and for fields that no document has."""
         try:
             if self._database() is None:
                 raise DataError(Problem(self.url, "a URL that ends in /DATABASE"), where="ff.mongo")
             self._database().command("ping")
             self._check_fields()
         except (self._pymongo.errors.PyMongoError, ValueError) as error:  # ValueError: of a URL that is none
-            got = f"{self.url or repr(url)}: {first_line(error)}"
+            if self.may_pass(error):
+                raise
+            got = f"{self.url or repr(self._given)}: {first_line(error)}"
             raise DataError(Problem(got, "a server that answers"), where="ff.mongo") from error
 
     def _check_arguments(self) -> None:

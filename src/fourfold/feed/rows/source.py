@@ -12,10 +12,10 @@ from typing import Any
 
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.feed.rows.columns import Columns
-from fourfold.feed.rows.database import Database, Row
+from fourfold.feed.rows.database import Database, Row, retried
 from fourfold.feed.rows.row_index import RowIndex, open_index, row_digest
 from fourfold.feed.source import empty_like, make_batch
-from fourfold.feed.staging.origin import Backoff, Result, retry
+from fourfold.feed.staging.origin import Backoff, Result
 from fourfold.words.errors import DamagedSample
 
 NUM_TYPED = 64  # rows, spread evenly, that show the types of the columns
@@ -84,11 +84,4 @@ class RowSource:
         return self._retry(lambda: self._database.rows(keys))
 
     def _retry(self, read: Callable[[], Result]) -> Result:
-        def attempt() -> Result:
-            try:
-                return read()
-            except Exception:
-                self._database.disconnect()
-                raise
-
-        return retry(attempt, self._database.url, self._backoff, may_pass=self._database.may_pass)
+        return retried(self._database, read, self._backoff)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from fourfold.feed.rows.database import Connections, Database, Row, check_columns, first_line
-from fourfold.feed.staging.origin import Backoff, retry, without_password
+from fourfold.feed.rows.database import OPENING, Connections, Database, Row, check_columns, first_line, retried
+from fourfold.feed.staging.origin import Backoff, without_password
 from fourfold.words.errors import DataError, Problem
 
 SCAN_ROWS = 1000
@@ -67,7 +67,7 @@ class SqliteDatabase:
         self._connections = Connections()
         if not os.path.isfile(path):
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
-        described = retry(self._describe, self.url, Backoff(), may_pass=self.may_pass)
+        described = retried(self, self._describe, Backoff())
         self.columns = check_columns([each[0] for each in described], key, where="ff.sql")
 
     def _describe(self) -> Sequence[Any]:
@@ -134,14 +134,19 @@ class PostgresDatabase:
         except self._psycopg.Error:  # which quotes the password
             need, attempt = "postgresql://USER@HOST:PORT/NAME", "%25 for % and %40 for @ in names and passwords"
             raise DataError(Problem(f"{self.url}, which cannot be read", need, attempt), where="ff.sql") from None
+        described = retried(self, self._describe, OPENING)
+        self.columns = check_columns([each.name for each in described], key, where="ff.sql")
+
+    def _describe(self) -> Sequence[Any]:
         try:
             with self._connection().cursor() as cursor:
                 text = f"SELECT * FROM {self._source} LIMIT 0"
-                described = cursor.execute(text, (), prepare=True).description or []
+                return cursor.execute(text, (), prepare=True).description or []
         except self._psycopg.Error as error:
+            if self.may_pass(error):
+                raise
             got = f"{self.url}: {first_line(error)}"
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
-        self.columns = check_columns([each.name for each in described], key, where="ff.sql")
 
     def scan(self) -> Iterator[Row]:
         connection = self._connection()
