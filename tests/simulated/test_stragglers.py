@@ -14,7 +14,8 @@ from fourfold.plan.plan import Plan
 from fourfold.step import executor
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
-from fourfold.trainer.stragglers import WINDOW_STEPS, StragglerDetector
+from fourfold.trainer.stragglers import DATA, SEGMENT_STEPS, WINDOW_STEPS, StragglerDetector
+from fourfold.words.mesh import Mesh
 from fourfold.words.noop import noop
 from fourfold.words.program import Action, Verb
 
@@ -111,3 +112,17 @@ def test_busy_seconds_have_no_part_in_which_this_thread_waited_or_others_had_the
     busy = executor._walk([Action(Verb.FORWARD, 0, 0), Action(Verb.UPDATE, 0, 0)], step, verbs)
     assert busy == pytest.approx({"forward": 0.020, "update": 0.004})
     assert own.waiting_seconds == pytest.approx(0.080)
+
+
+@pytest.mark.parametrize(("num_slow", "num_notes"), [(SEGMENT_STEPS, 0), (WINDOW_STEPS, 1)])
+def test_the_detector_judges_each_segment_of_its_window(num_slow, num_notes):
+    def exchange(own: Any) -> list[Any]:
+        return [own, ["b", [{DATA: 0.0, "forward": 0.01}] * len(own[1])]]
+
+    log = MemoryLog()
+    step: Any = SimpleNamespace(plan=SimpleNamespace(mesh=Mesh(dp=2)), all_gather_json=exchange)
+    detector = StragglerDetector(step, log)
+    for number in range(1, WINDOW_STEPS + 1):
+        step.busy_seconds = {"forward": 0.1 if number <= num_slow else 0.01}
+        detector.step_done(number, 0.0)
+    assert len(log.notes) == num_notes
