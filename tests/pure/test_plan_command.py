@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli import main, plan_auto, plan_question, plan_timing
+from fourfold.cli import main, plan_auto, plan_question, plan_timing, run_commands
 from fourfold.cli.plan import candidates_of
 from fourfold.cli.plan_machine import Machine
 from fourfold.cli.plan_question import Question, Questions
@@ -121,6 +121,15 @@ def test_a_training_gets_every_field_of_the_plan_that_was_decided(capsys):
     out = capsys.readouterr().out
     assert out.startswith("plan   dp=4 zero=1: 41.0 ms a step, 1.20 GiB a rank, the best of 312 plans")
     assert "\nwhy    against data parallel, zero 1: it is the best baseline\n" in out
+
+
+def test_a_task_of_ones_own_is_planned_as_it_trains(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("from fourfold.tasks import digits\n\ndef task():\n    return digits.task()\n")
+    runs: list[Any] = []
+    monkeypatch.setattr(run_commands, "_becomes_forking_launcher", lambda num_processes: False)
+    monkeypatch.setattr(run_commands, "_launch_run", lambda run: runs.append(run) or 0)
+    assert run_commands.train(["mine.py", "plan=auto", "tp=auto", "steps=3"], "4") == 0
+    assert runs[0].words == ["mine.py", "steps=3", "dp=4", "zero=1"]
 
 
 def kept_run(*words: str) -> Path:

@@ -35,6 +35,8 @@ def test_a_gpt_is_planned_for_a_cluster_and_the_plan_is_written(capsys):
     out = capsys.readouterr().out
     assert "gpt of 4 layers, width 256" in out
     assert "4 devices of DGX A100, one host" in out
+    assert re.search(r"^  2 devices +takes ", out, re.MULTILINE)  # with tp=2 as pinned; there is no baseline on one
+    assert "1 device" not in out
     plan = Plan.from_toml(Path("plan.toml").read_text())
     assert (plan.mesh.size, plan.tp, plan.precision) == (4, 2, "bf16")
     assert "One step, predicted" in Path("page.html").read_text()

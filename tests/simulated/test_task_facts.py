@@ -10,11 +10,13 @@ from torch import nn
 
 from fourfold.analysis.task_facts import counted_variant
 from fourfold.analysis.task_facts.laid_out_model import lay_out
+from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.segments import equal_blocks
 from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.losses import cross_entropy
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
+from fourfold.parts.torch_private import storage_key
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import ModelFacts, OperationKind, SegmentFacts
 from fourfold.step.model_call import call_model
@@ -249,6 +251,19 @@ def test_activations_are_counted_when_they_are_read_and_kernels_once_for_alike_v
     assert [each.saved_bytes["full"] for each in variants[0].segments] == kept
     assert {each[1] for each in memories} == {"full"}
     assert len(memories) == 2  # numbers of samples
+
+
+def test_a_known_call_gives_the_form_that_its_operation_gives():
+    aten, calls = torch.ops.aten, MetaCalls()
+    x, n = torch.empty(3, 3, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    cases = [(aten.clone.default, each) for each in ((x,), (x.t(),), (n,))]
+    cases += [(aten.mul.Tensor, (n, factor)) for factor in (1, 1.0, True)]
+    cases += [(aten.sum.dim_IntList, (x, [dim], keep)) for dim in (0, 1) for keep in (False, True)]
+    cases += [(aten.t.default, (x,)), (aten.detach.default, (x,))]
+    for func, args in cases * 2:
+        known, own = calls.call(func, args, {}), func(*args)
+        assert (known.shape, known.stride(), known.dtype) == (own.shape, own.stride(), own.dtype)
+        assert (storage_key(known) == storage_key(args[0])) == (storage_key(own) == storage_key(args[0]))
 
 
 def test_equal_blocks_are_found_where_modules_know_their_own_names():

@@ -6,8 +6,8 @@ Law: every plan that a change leads to fits, and a refusal names its bytes by ca
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.decision import Change, Refused
@@ -20,6 +20,7 @@ from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import AXES
 from fourfold.words.units import format_bytes, write_bytes
 
+_T = TypeVar("_T")
 MAX_REFUSED = 5  # plans that are explained
 DEVICE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MEMORY_DIGITS = 7  # binary ones, to which the memory that would do is rounded up: less than 2 %
@@ -63,12 +64,17 @@ def memory_change(prediction: Prediction) -> Change:
 
 def _field_change(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Change | None:
     """Of the changes of one open field with which the plan fits, the one that leaves it fastest."""
-    found = [
-        Change(name, value, prediction)
+    timed = [
+        (terms.total, name, value, plan)
         for name, value, plan in _neighbours(refused.plan, ask, space)
-        if (prediction := _estimate(plan, pricing)) is not None and prediction.memory.total <= refused.limit_bytes
+        if (terms := _priced(pricing.terms, plan)) is not None
     ]
-    return min(found, key=lambda change: change.prediction.seconds if change.prediction else math.inf, default=None)
+    # What a rank holds is long to count: the fastest first, until one fits.
+    for _, name, value, plan in sorted(timed, key=lambda each: each[0]):
+        found = _priced(pricing.estimate, plan)
+        if found is not None and found.memory.total <= refused.limit_bytes:
+            return Change(name, value, found)
+    return None
 
 
 def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, Plan]]:
@@ -98,7 +104,7 @@ def _devices_change(refused: Refused, pricing: Pricing, num_devices: int) -> Cha
     for factor in DEVICE_FACTORS:
         plan = dataclasses.replace(refused.plan, dp=refused.plan.dp * factor)
         larger = _on_devices(pricing, num_devices * factor)
-        found = None if larger is None else _estimate(plan, larger)
+        found = None if larger is None else _priced(larger.estimate, plan)
         if found is not None and found.memory.total <= refused.limit_bytes:
             return Change("devices", num_devices * factor, found)
     return None
@@ -112,10 +118,10 @@ def _on_devices(pricing: Pricing, num_devices: int) -> Pricing | None:
         return None
 
 
-def _estimate(plan: Plan, pricing: Pricing) -> Prediction | None:
+def _priced(price: Callable[[Plan], _T], plan: Plan) -> _T | None:
     """None: the model cannot be laid out so."""
     try:
-        return pricing.estimate(plan)
+        return price(plan)
     except PlanError:
         return None
 
