@@ -254,6 +254,7 @@ def test_surplus_arguments_are_refused(refused: Refused) -> None:
 def test_unknown_options_and_commands_are_reported_with_valid_ones(refused: Refused) -> None:
     assert "the option --steps   need settings as KEY=VALUE   try steps=…" in refused("train", "--steps", "5")
     assert "try fourfold train" in refused("trian")
+    assert "try fourfold --version" in refused("version")
     assert "try fourfold train mine.py" in refused("mine.py")
     assert "need SCRIPT.py" in refused("run")
 

@@ -100,6 +100,7 @@ def test_dlios_own_file_is_the_workload_that_is_shipped(read):
     ("train: True", "train: False", "workflow.train: false", "workflow: {train: true}"),
     ("num_files_train: 168", "file_prefix: x", "no dataset.num_files_train", ""),
     ("framework: pytorch", "framework: &a pytorch\noutput: {folder: *a}", "an alias (*name)", ""),
+    ("model:", f"deep: {'[' * 300}{']' * 300}\nmodel:", "values nested more than 100 deep", ""),
     ("framework: pytorch", "framework: !!python/object/apply:os.getcwd []", None, ""),
     ("model:", "model: [", None, ""),
 ])  # fmt: skip

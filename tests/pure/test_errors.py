@@ -47,6 +47,7 @@ def test_a_plain_message_is_one_line():
 def test_closest_match_finds_a_similar_word_or_none():
     assert closest_match("microbatch", ["microbatches", "dp"]) == "microbatches"
     assert closest_match("xyz", ["microbatches", "dp"]) is None
+    assert closest_match("h100", ["v100", "dgx-a100", "dgx-h100"]) == "dgx-h100"
 
 
 def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():

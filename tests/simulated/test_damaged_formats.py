@@ -471,6 +471,11 @@ def tar_head() -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+def empty_record() -> bytes:
+    length = bytes(8)
+    return length + struct.pack("<2I", masked_crc32c(length), masked_crc32c(b""))
+
+
 def npy_with_a_hole(folder: Path) -> None:
     lying_npy(folder, f"(1, {2**26})", "'|u1'")
     os.truncate(folder / "x.npy", os.path.getsize(folder / "x.npy") - 8 + 2**26)
@@ -535,6 +540,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a list of one text": (arrow_of_one_text_in_a_list, "", "the values of a dictionary of 67108864 bytes"),
     "texts of HDF5": (hdf5_of_one_text, "", "the texts of a row of [0-9]+ bytes"),
     "a hole in a tar": (hole("x.tar", tar_head()), "", "a record of 67108864 bytes"),
+    "a hole in records": (hole("x.tfrecord", empty_record()), "", "record 1: the checksum of its length is wrong"),
     "a hole in an image": (hole("x.jpg"), "", "a file of 67109888 bytes"),
     "a hole in a text": (hole("x.txt"), "", "a line of more than 33554432 bytes"),
     "a hole in a table": (hole("x.csv", b"a,b\n1,"), "", "a line of more than 33554432 bytes"),

@@ -1,11 +1,14 @@
 """A task's arguments in a run's folder: settings.json has them, and config.toml is written from the same values."""
 
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fourfold as ff
 from fourfold.cli.job import Job, parse_job
@@ -60,6 +63,21 @@ def test_both_files_of_a_run_have_the_same_arguments_and_those_given_alone_are_i
     assert given == {"lr": 0.25, "betas": [0.5, 1], "seed": 7}
     assert recorded == {"width": 4, "made": "1j", **given}
     assert json.loads(json.dumps(job.identity))["settings"] == given
+
+
+FAILS: dict[str, Any] = {
+    **dict.fromkeys(("schedule", "evaluate", "sample"), lambda: None),  # called with arguments
+    "scheduler": lambda optimizer: CosineAnnealingLR(optimizer, T_max=0),
+}
+
+
+@pytest.mark.parametrize("field", FAILS)
+def test_a_function_of_the_task_that_fails_outside_its_own_lines_is_named(job: Job, field: str) -> None:
+    data = [(torch.zeros(4), torch.zeros(1))] * 8
+    task = dataclasses.replace(job.task, data=lambda: ff.Data(train=data, valid=data), **{field: FAILS[field]})
+    with pytest.raises((TypeError, ZeroDivisionError)) as caught:
+        ff.train(task, job.plan, quiet=True, **job.settings)
+    assert any(note.startswith(f"  in the task's {field}, ") for note in caught.value.__notes__)
 
 
 def test_an_argument_with_the_name_of_a_setting_does_not_hide_it(job: Job) -> None:

@@ -31,6 +31,7 @@ from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.parallelize import parallelize
 from fourfold.step.tensor_tree import tree_map
+from fourfold.trainer.lr_factors import task_lr_factor
 from fourfold.trainer.run_length import with_sizes
 from fourfold.trainer.settings import make_settings
 from fourfold.words import argument_checks
@@ -173,7 +174,7 @@ def _batches_with_lr(task: Task, optimizer: torch.optim.Optimizer, feed: Feed) -
         for number in range(task.steps):
             if task.schedule is not None:
                 for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
-                    group["lr"] = lr * task.schedule(number, task.steps)
+                    group["lr"] = lr * task_lr_factor(task, task.steps, number)
             batch = next(batches)
             samples = batch.samples
             yield Batch.wrap(tree_map(dict(batch) if isinstance(batch, dict) else tuple(batch), _to_float64), samples)

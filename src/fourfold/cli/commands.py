@@ -61,7 +61,7 @@ def parse_command(arguments: list[str]) -> Command | None:
 
 
 def _suggestion(word: str) -> str:
-    close = closest_match(word, COMMANDS)
+    close = closest_match(word, (*COMMANDS, "--version"))
     if close is None and word.partition(":")[0].endswith(".py"):
         close = f"train {word}, or fourfold run {word}"
     if close is None and word.endswith(".toml"):

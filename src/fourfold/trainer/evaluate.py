@@ -20,6 +20,7 @@ from fourfold.step.same_source import check_same_length, check_same_source
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
 from fourfold.step.uneven_means import is_uneven, uneven_problem
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.task import Task
 
@@ -107,7 +108,10 @@ def _batch_metrics(run: ForwardRun, task: Task) -> dict[str, Sequence[Any]]:
     """The loss and the task's measures of a batch, as pairs (sum, count)."""
     # A model that computes its own loss has the labels among its inputs.
     targets = run.part.inputs if run.part.targets is None else run.part.targets
-    own = task.evaluate(run.outputs, targets) if task.evaluate is not None else {}
+    own: Any = {}
+    if task.evaluate is not None:
+        with noting(f"  in the task's evaluate, {describe_function(task.evaluate)}"):
+            own = task.evaluate(run.outputs, targets)
     if not isinstance(own, dict) or not all(isinstance(k, str) and _is_number_pair(v) for k, v in own.items()):
         need = "a dict from names to pairs (sum, count)"
         raise TaskError(Problem("what the task's evaluate returned", need, '{"accuracy": (num_right, num_samples)}'))

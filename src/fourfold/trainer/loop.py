@@ -33,7 +33,7 @@ from fourfold.trainer.stragglers import StragglerDetector
 from fourfold.trainer.summary import RunResult
 from fourfold.trainer.throughput import AVERAGED_STEPS
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.error_notes import has_note
+from fourfold.words.error_notes import describe_function, has_note, noting
 from fourfold.words.errors import (
     INTERRUPT_EXIT_CODE,
     DataError,
@@ -270,7 +270,8 @@ class TrainingLoop:
         if self.task.sample is None:
             return None
         weights = step.swapped_weights(average.values) if average is not None else contextlib.nullcontext()
-        with waiting_for("the task's sample"), weights, step.inference() as model:
+        note = noting(f"  in the task's sample, {describe_function(self.task.sample)}")
+        with waiting_for("the task's sample"), weights, step.inference() as model, note:
             # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
             return self.task.sample(model) if step.rank in step.plan.mesh.peers(0, "pp", "tp") else None
 

@@ -3,6 +3,7 @@
 import functools
 
 from fourfold.plan.lr_schedule import LRLambda, LRSchedule
+from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task
 
@@ -12,7 +13,7 @@ def lr_factors(task: Task, *, steps: int, batch_size: int, rates: LRSchedule | N
 
     Raises SettingError where `rates` does not fit the run.
     """
-    task_schedule = None if task.schedule is None else functools.partial(_task_lr_factor, task, steps)
+    task_schedule = None if task.schedule is None else functools.partial(task_lr_factor, task, steps)
     if rates is None:
         return task_schedule
     return rates.lr_lambda(
@@ -20,9 +21,11 @@ def lr_factors(task: Task, *, steps: int, batch_size: int, rates: LRSchedule | N
     )
 
 
-def _task_lr_factor(task: Task, steps: int, step: int) -> float:
+def task_lr_factor(task: Task, steps: int, step: int) -> float:
+    """What the task's schedule returns for a step."""
     assert task.schedule is not None
-    return task.schedule(step, steps)
+    with noting(f"  in the task's schedule, {describe_function(task.schedule)}"):
+        return task.schedule(step, steps)
 
 
 def tuned_batch_size(task: Task) -> int | None:

@@ -231,7 +231,8 @@ def closest_match(word: str, choices: Iterable[str]) -> str | None:
     by_plain = {choice.lower().replace("-", "_"): choice for choice in choices}
     plain = word.lower().replace("-", "_")
     meant = [each for each in SYNONYMS.get(plain, "").split() if each in by_plain]
-    close = meant or difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.6)
+    longer = [each for each in by_plain if each.endswith(f"_{plain}")]  # h100: dgx-h100, and not v100
+    close = meant or longer or difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.6)
     return by_plain[close[0]] if close else None
 
 

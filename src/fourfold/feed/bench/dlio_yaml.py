@@ -23,6 +23,7 @@ from fourfold.words.errors import DataError, Problem, SettingError, closest_matc
 
 MAX_FILE_BYTES = 2**20
 MAX_DEPTH = 8
+MAX_NESTED = 100  # PyYAML's time grows with the square of the depth: 20,000 brackets took a minute
 DEFAULT_RECORD_BYTES, DEFAULT_MODEL_BYTES = 65536, 10240  # DLIO's
 INSTALL_LINE = "pip install 'fourfold[dlio]'"
 
@@ -55,8 +56,13 @@ def parse_dlio(text: str, *, where: str) -> tuple[dict[str, Any], list[Problem]]
         raise SettingError(Problem("no pyyaml", "it, to read a YAML file", INSTALL_LINE), where=where) from None
     try:
         # Nodes, not values: a mapping of Python keeps the last of two equal keys, and an alias may make a file endless.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise SettingError(Problem("an alias (*name)", "each value where it is used"), where=where)
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise SettingError(Problem("an alias (*name)", "each value where it is used"), where=where)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_NESTED:
+                raise SettingError(Problem(f"values nested more than {MAX_NESTED} deep", "sections"), where=where)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:

@@ -20,6 +20,7 @@ from fourfold.feed.formats.protobuf import parse_example
 from fourfold.words.errors import DataError, Problem
 
 HEAD, FOOT = 12, 4
+CHECKED_AT_ONCE = 2**16  # heads: a file of zeros has one every 16 bytes, and may be of any size
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -58,32 +59,34 @@ class TFRecords:
         while at < size:
             head = self._files.read(file, at, min(HEAD, size - at))
             if len(head) < HEAD:
-                raise self._damaged(file, heads, f"the file ends in the head of record {len(starts)}")
+                raise self._damaged(file, heads, len(starts), f"the file ends in the head of record {len(starts)}")
             starts.append(at)
             heads += head
             at += HEAD + int.from_bytes(head[:8], "little") + FOOT
-        if heads:
-            self._check(file, heads)
+            if len(heads) == CHECKED_AT_ONCE * HEAD:
+                self._check(file, heads, len(starts))
+                heads.clear()
+        self._check(file, heads, len(starts))
         if at != size:
-            raise self._damaged(file, heads, f"record {len(starts) - 1} ends at byte {at} of {size}")
+            raise self._damaged(file, heads, len(starts), f"record {len(starts) - 1} ends at byte {at} of {size}")
         starts.append(at)
         return starts
 
-    def _damaged(self, file: int, heads: bytearray, got: str) -> DataError:
-        if heads:
-            self._check(file, heads)  # a wrong length, rather than what follows from it
+    def _damaged(self, file: int, heads: bytearray, count: int, got: str) -> DataError:
+        self._check(file, heads, count)  # a wrong length, rather than what follows from it
         path = self._files.paths[file]
         return DataError(Problem(f"{path}: {got}", "a file that is whole", "the file from its origin"), where=path)
 
-    def _check(self, file: int, heads: bytearray) -> None:
+    def _check(self, file: int, heads: bytearray, count: int) -> None:
+        """Raise DataError for a damaged length among the last heads of a file, of which `count` records are known."""
         rows = np.frombuffer(heads, dtype=np.uint8).reshape(-1, HEAD)
         stored = np.ascontiguousarray(rows[:, 8:]).view("<u4")[:, 0]
         wrong = np.flatnonzero(masked_crc32c_of_rows(rows[:, :8]) != stored)
         if not len(wrong):
             return
-        path = self._files.paths[file]
-        form = COMPRESSED.get(bytes(heads[:2])) if wrong[0] == 0 else None
-        got = f"{path}, record {wrong[0]}: the checksum of its length is wrong"
+        path, record = self._files.paths[file], count - len(rows) + wrong[0]
+        form = COMPRESSED.get(bytes(heads[:2])) if record == 0 else None
+        got = f"{path}, record {record}: the checksum of its length is wrong"
         if form is not None:
             problem = Problem(
                 f"{path}: compressed by {form}", "records that can be read by position", "unpack it first"

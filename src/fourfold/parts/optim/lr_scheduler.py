@@ -19,6 +19,7 @@ from fourfold.parts.optim.option_checks import comes_from_torch
 from fourfold.parts.optim.state_json import NotJsonError, from_json, to_json
 from fourfold.parts.torch_private import mark_step_called
 from fourfold.plan.scheduler_state import SchedulerState
+from fourfold.words.error_notes import noting
 from fourfold.words.errors import CheckpointError, Problem, TaskError
 from fourfold.words.task import SchedulerFactory
 
@@ -75,13 +76,15 @@ class SteppedScheduler:
         if not self.is_plateau:
             self._unscale()
             mark_step_called(self._optimizer)  # torch warns otherwise if the first steps were skipped
-            self._scheduler.step()
+            with noting(f"  in the task's scheduler, {self.name}"):
+                self._scheduler.step()
 
     def evaluated(self, loss: float) -> None:
         """To be called after each evaluation, with the same loss on all ranks."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._unscale()
-            self._scheduler.step(loss)
+            with noting(f"  in the task's scheduler, {self.name}"):
+                self._scheduler.step(loss)
 
     # ---- saving and restoring
 
