@@ -386,6 +386,7 @@ def test_sources_that_cannot_be_packed_are_refused_with_the_sample():
     refused("sample 1 has inputs, targets", [(1, 2), {"x": 1}][::-1])
     refused("sample 1: targets is a NoneType", [(1, 2), (1, None)])
     refused("an array of object", [(np.array([None]), 0)])
+    refused("an array of float128", [(np.zeros(3, "f16"), 0)])
     refused("inputs: float32 [3] in sample 0, float64 [3] in sample 1", [(np.zeros(3, t), 0) for t in ("f4", "f8")])
     long = [(np.zeros(3), 0)] * 300
     refused("sample 299: inputs = torch.float32 [3]", changed(long, "f4"))

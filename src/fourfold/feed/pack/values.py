@@ -105,10 +105,11 @@ def _as_tensor(value: Any) -> Tensor | None:
         return value.detach().cpu() if value.layout is torch.strided and not value.is_quantized else None
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        if array.dtype.kind not in "biufc":
-            return None
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        try:
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
+        except TypeError:  # of a dtype that torch does not have: objects, dates, longdouble
+            return None
     if isinstance(value, list):
         try:
             return torch.as_tensor(value)
