@@ -33,7 +33,7 @@ from tfrecord.writer import TFRecordWriter
 import fourfold as ff
 from fourfold.feed import unpacked
 from fourfold.feed.files import lines
-from fourfold.feed.formats import arrow, hdf5
+from fourfold.feed.formats import arrow, hdf5, tfrecord
 from fourfold.feed.formats.crc32c import masked_crc32c
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.pack import layout
@@ -567,6 +567,20 @@ def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb:
         monkeypatch.setattr(module, "share_bytes", lambda: 2**25)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path / name, rows=bomb.startswith(("rows", "a hole in rows")))[0]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_a_damaged_length_has_its_number_however_many_are_checked_at_once(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tfrecord, "CHECKED_AT_ONCE", at_once)
+    content, path = bytearray(empty_record() * 5), tmp_path / "x.tfrecord"
+    path.write_bytes(content)
+    assert len(ff.open_source(path)) == 5
+    content[-5] ^= 1  # of the checksum of the last length
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="record 4: the checksum of its length is wrong"):
+        ff.open_source(path)
 
 
 def test_names_that_are_no_text_are_written_out_in_files_of_the_run(tmp_path: Path):
