@@ -2,7 +2,11 @@
 
 import functools
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import datasets
@@ -151,6 +155,43 @@ def test_workers_change_neither_the_batches_nor_where_a_feed_resumes_nor_the_gen
     assert begun + all_batches(second, epochs=2) == expected
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
+
+
+class Asked(Augmented):
+    """Workers are asked to stop, as all processes of a job often are."""
+
+    def __getitem__(self, index):
+        if data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_read_on_when_all_processes_of_a_job_are_asked_to_stop():
+    expected = all_batches(ff.Feed(Augmented(), batch_size=4, shuffle=False))
+    assert all_batches(ff.Feed(data.DataLoader(Asked(), batch_size=4, num_workers=2))) == expected
+
+
+STUCK = """
+import os, sys, time, torch, fourfold as ff
+class Source:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index >= 4:
+            sys.argv[1] == "killed" and os.kill(os.getppid(), 9)
+            time.sleep(600)
+        return torch.zeros(1), index
+batches = iter(ff.Feed(torch.utils.data.DataLoader(Source(), batch_size=4, num_workers=1)))
+next(batches)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("ended", 0), ("killed", -signal.SIGKILL)])
+def test_a_worker_in_the_middle_of_a_read_ends_with_its_process(end, code):
+    command = [sys.executable, "-c", STUCK, end]  # whose pipe is open as long as the worker
+    assert subprocess.run(command, timeout=60, stdout=subprocess.PIPE, check=False).returncode == code
 
 
 class Ragged(Pairs):

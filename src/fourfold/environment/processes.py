@@ -85,6 +85,22 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def leave_signals_to_parent() -> None:
+    """From now on SIGTERM and SIGINT, which often go to all processes of a job, end this one only with its parent.
+
+    The kernel sends one when the parent is gone (Linux). Not SIG_IGN, which programs that this process starts inherit.
+    """
+    parent = os.getppid()
+
+    def end_if_left(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_if_left)
+    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
 def set_process_name(name: str) -> None:
     """What `top` and `ps -o comm` call this process (Linux). At most 15 bytes."""
     _prctl(SET_NAME, name.encode())

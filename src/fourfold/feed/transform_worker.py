@@ -6,7 +6,6 @@ Law: what a sample draws, from its generator or from the process's own, is a fun
 
 import importlib.util
 import random
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fourfold.environment.processes import leave_signals_to_parent
 from fourfold.feed.transform_processes import Message, Slot
 from fourfold.feed.transform_signature import with_generator
 from fourfold.words.error_notes import error_line
@@ -23,7 +23,7 @@ from fourfold.words.error_notes import error_line
 
 def main(spec: str, connection: int, handle: int) -> None:
     """Transform samples until the other end closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the rank, which closes the socket
+    leave_signals_to_parent()  # a rank that ends closes the socket
     torch.set_num_threads(1)
     slot, function = Slot(socket.socket(fileno=connection), handle), None
     while (message := slot.receive()) is not None:

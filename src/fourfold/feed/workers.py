@@ -2,16 +2,22 @@
 
 request  the samples of one local batch: (seed, epoch, numbers)
 Law: a batch that a worker reads is the one that the feed would read itself, random numbers included. So workers change
-neither the batches nor where a run resumes.
+neither the batches nor where a run resumes, nor whether a run that is asked to stop can finish its step.
 """
 
+import atexit
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import multiprocessing
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from fourfold.environment.processes import leave_signals_to_parent, process_state
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
 from fourfold.feed.transform import in_epoch
@@ -82,7 +88,7 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, **options: Any) -> DataLo
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=functools.partial(_begin_worker, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         # Not torch's default generator: training draws from it, and must draw the same with and without workers.
@@ -91,8 +97,31 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, **options: Any) -> DataLo
     )
 
 
-def raise_refused(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches of workers. Raises the first error for people among them."""
+_workers = weakref.WeakSet[Any]()
+
+
+def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+    parent = multiprocessing.parent_process()
+    leave_signals_to_parent()
+    if sys.platform == "linux" and parent is not None and process_state(parent.pid or 0) in ("", "Z"):
+        os._exit(1)  # it ended before the line above, and torch would wait for it for ever
+    if begin is not None:
+        begin(number)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """End workers that still read: `multiprocessing` would send them SIGTERM and wait for their end."""
+    for process in multiprocessing.active_children():
+        if process in _workers:
+            process.kill()
+
+
+def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader's workers. Raises the first error for people among them."""
+    before = multiprocessing.active_children()
+    batches = iter(loader)
+    _workers.update(process for process in multiprocessing.active_children() if process not in before)
     for batch in batches:
         if isinstance(batch, _Refused):
             raise batch.error
