@@ -128,6 +128,7 @@ AFTER = """
 import atexit
 import fourfold.cli
 from fourfold.cli import entry
+from fourfold.environment import early_sigterm
 
 
 def end():
@@ -136,8 +137,9 @@ def end():
 
 
 def run(_):
+    early_sigterm.answer_in_thread()
     with stop_signal.handle_stop_signals(heartbeat, Path("."), World(), limit_seconds=9.0):
-        os.fork() or os._exit(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        os.fork() or os._exit(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
     if sys.argv[1] == "first":
         atexit.register(end)

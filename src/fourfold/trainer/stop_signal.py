@@ -115,6 +115,7 @@ class StopSignalHandler:
 
     def uninstall(self) -> None:
         _active_handlers.remove(self)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         self.restore_handlers()
         os.write(self._write_fd, bytes([CLOSE_BYTE]))
         self._thread.join()
@@ -122,8 +123,7 @@ class StopSignalHandler:
         os.close(self._write_fd)
 
     def restore_handlers(self) -> None:
-        """Set the handlers and the wakeup file descriptor from before `install`."""
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        """Set the handlers from before `install`."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -210,8 +210,9 @@ _active_handlers: list[StopSignalHandler] = []
 
 
 def _restore_after_fork() -> None:
-    """In a forked child: its signals are its own, and must not be written into the parent's pipe."""
+    """In a forked child: its signals are its own, and must not be written into a pipe of the parent's."""
     while _active_handlers:
+        signal.set_wakeup_fd(-1)
         _active_handlers.pop().restore_handlers()
     early_sigterm.restore()
 
