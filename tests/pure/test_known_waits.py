@@ -33,6 +33,8 @@ def test_a_slot_holds_the_oldest_wait_and_when_the_last_one_ended(slot: memoryvi
         now = known_waits.read(slot)
         assert (first.what, now.since, now.until) == ("an origin", first.since, first.until)
         assert now.what.startswith("an origin: connection refused...")
+        say(os.fsdecode(b"a folder named \xff"))  # which no text in UTF-8 can be
+        assert known_waits.read(slot).what == r"a folder named \udcff"
     after = known_waits.read(slot)
     assert (after.what, after.since) == ("", 0.0)
     assert after.until >= first.since

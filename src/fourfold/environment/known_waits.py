@@ -58,7 +58,7 @@ class _Waits:
             return
         since, what = next(iter(self.entries.values()))
         self.slot[OWNER] = os.getpid()
-        self.slot[TEXT:].cast("B")[:] = what.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        self.slot[TEXT:].cast("B")[:] = what.encode(errors="backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         self.slot[SINCE] = since
 
 
