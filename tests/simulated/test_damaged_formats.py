@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from fourfold.feed.files import lines
 from fourfold.feed.formats import arrow, hdf5, tfrecord
 from fourfold.feed.formats.crc32c import masked_crc32c
 from fourfold.feed.formats.positioned import PositionedFiles
+from fourfold.feed.formats.protobuf import parse_example
 from fourfold.feed.pack import layout
 from fourfold.feed.readable import fetch_readable
 from fourfold.words.errors import DamagedSample, DataError
@@ -291,6 +293,15 @@ def lying_hdf5(folder: Path, shape: tuple[int, ...], chunks: tuple[int, ...]) ->
         file.create_dataset("x", shape, "u1", chunks=chunks, compression="gzip")
 
 
+def hdf5_compressed_twice(folder: Path, *filters: str) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk((1, 8))
+        for name in filters:
+            layout.set_deflate(9) if name == "gzip" else layout.set_filter(h5py.h5z.FILTER_LZF)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((4, 8)), layout)
+
+
 def many_ways(folder: Path) -> None:
     """To the last of 12 groups lead 10**11 paths."""
     with h5py.File(folder / "x.h5", "w") as file:
@@ -381,6 +392,9 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "less than no tokens": (lambda folder: lying_megatron(folder, length=-1), "sequence 0: -1 tokens"),
     "rows that are nowhere": (lambda folder: lying_hdf5(folder, (2**50,), (8,)), "rows of 1125899906842624 bytes"),
     "a chunk of 2 GiB": (lambda folder: lying_hdf5(folder, (8, 2**28), (8, 2**28)), "(rows|chunks) of 2147483648"),
+    "a row of too many chunks": (lambda folder: lying_hdf5(folder, (1, 2**17), (1, 1)), "a row of 131072 chunks"),
+    "gzip twice": (lambda folder: hdf5_compressed_twice(folder, "gzip", "gzip"), "x is compressed more than once"),
+    "gzip and lzf": (lambda folder: hdf5_compressed_twice(folder, "gzip", "lzf"), "x is compressed more than once"),
     "a shape larger than its file": (lambda folder: lying_npy(folder, f"({2**40},)"), "8 bytes for an array"),
     "a shape below zero": (lambda folder: lying_npy(folder, "(-1, -2)"), "8 bytes for an array"),
     "a shape of no sizes": (lambda folder: lying_npy(folder, "(True, 1)", "'<f8'"), "8 bytes for an array"),
@@ -523,6 +537,23 @@ def image_of_one_color(folder: Path) -> None:
     Image.new("RGB", (2000, 2000)).save(folder / "x.png")
 
 
+def image_of_one_large_tile(folder: Path) -> None:
+    """2 × 2 pixels, in a tile of 2000 × 2000."""
+    tile = zlib.compress(bytes(2000 * 2000 * 3))
+    shorts = {256: 2, 257: 2, 258: 8, 259: 8, 262: 2, 277: 3, 284: 1, 322: 2000, 323: 2000}
+    content = b"II*\0" + struct.pack("<IH", 8, 11)
+    for tag in sorted([*shorts, 324, 325]):  # the last two: where the tile is, and of how many bytes
+        kind, value = (3, shorts[tag]) if tag in shorts else (4, 146 if tag == 324 else len(tile))
+        content += struct.pack("<HHII", tag, kind, 1, value)
+    (folder / "x.tif").write_bytes(content + bytes(4) + tile)
+
+
+def chunk_of_more_than_it_has(folder: Path) -> None:
+    with h5py.File(folder / "x.h5", "w") as file:
+        rows = file.create_dataset("x", (1, 8), "u1", chunks=(1, 8), compression="gzip", shuffle=True)
+        rows.id.write_direct_chunk((0, 0), zlib.compress(bytes(2**26)))
+
+
 def mds_of_zeros(folder: Path) -> None:
     """A shard of 64 MiB, which is within the ratio that honest data may have."""
     lying_mds(folder, "mds-zstd", raw_data__bytes=2**26)
@@ -553,6 +584,8 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
     "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),
     "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),
+    "a tile of an image": (image_of_one_large_tile, "", "2000 × 2000 pixels of 128000000 bytes"),
+    "what a chunk unpacks to": (chunk_of_more_than_it_has, "", "a chunk that unpacks to more than 12 bytes"),
     "an image": (image_of_one_color, "", "2000 × 2000 pixels of 128000000 bytes"),
 }
 
@@ -567,6 +600,40 @@ def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb:
         monkeypatch.setattr(module, "share_bytes", lambda: 2**25)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path / name, rows=bomb.startswith(("rows", "a hole in rows")))[0]
+
+
+def test_numbers_of_an_example_take_memory_in_proportion_to_them():
+    def example(*parts: bytes) -> bytes:
+        content = b"\x0a\x01x" + message(b"\x12", message(b"\x1a", b"".join(parts)))  # a key, and its Int64List
+        return message(b"\x0a", message(b"\x0a", content))
+
+    count = 50_000
+    tracemalloc.start()
+    try:
+        found = parse_example(example(b"\x08\x07" * count))["x"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.tolist() == [7] * count
+    assert peak < 80 * count
+    assert parse_example(example(b"\x0a\x02\x81\x01", b"\x08" + b"\xff" * 9 + b"\x01"))["x"].tolist() == [129, -1]
+    with pytest.raises(ValueError, match="cut off"):  # though the next part would go on with it
+        parse_example(example(b"\x0a\x01\x81", b"\x0a\x01\x01"))
+
+
+def message(tag: bytes, content: bytes) -> bytes:
+    size = len(content)
+    return tag + bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14]) + content
+
+
+def test_a_table_of_many_columns_is_read_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each call of pyarrow goes over all columns."""
+    pq.write_table(pa.table({f"x.{i}": [i, -i] for i in range(300)} | {"x": [{"y": 1}] * 2}), tmp_path / "x.parquet")
+    calls, read = list[Any](), pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: calls.append(k) or read(*a, **k))
+    found = ff.open_source(tmp_path)[1]
+    assert found == {f"x.{i}": -i for i in range(300)} | {"x": {"y": 1}}
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])

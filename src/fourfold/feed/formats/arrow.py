@@ -20,6 +20,7 @@ from fourfold.words.errors import DataError, Problem
 
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
 MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
+TOGETHER_BYTES = 2**20  # of columns that are read at once
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # of the physical types; not of bits and bytes
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
@@ -46,33 +47,51 @@ class _Parquet:
         self.sizes = [group.num_rows for group in groups]
         self.columns = choose_columns(self.schema, columns, path)
 
-    def _chunks(self, number: int, columns: Sequence[str]) -> list[Any]:
-        """What a row group says of some columns, or of their parts."""
-        group = self._file.metadata.row_group(number)
-        chunks = [group.column(place) for place in range(group.num_columns)]
-        return [each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))]
+    def _chunks(self, number: int) -> dict[str, list[Any]]:
+        """By wanted column, what a row group says of it, or of its parts."""
+        group, found = self._file.metadata.row_group(number), {name: list[Any]() for name in self.columns}
+        lengths = {len(name) for name in self.columns}
+        for place in range(group.num_columns):
+            chunk = group.column(place)
+            path = f"{chunk.path_in_schema}."
+            for name in [path[:length] for length in lengths if path[length : length + 1] == "."]:
+                if name in found:
+                    found[name].append(chunk)
+        return found
 
     def part_bytes(self, number: int) -> int:
         """What a row group has in memory, at least: a page of a few bytes may stand for any number of equal values."""
         return sum(
             max(each.total_uncompressed_size, WIDTHS.get(each.physical_type, 0) * each.num_values)
-            for each in self._chunks(number, self.columns)
+            for chunks in self._chunks(number).values()
+            for each in chunks
         )
 
     def part(self, number: int) -> Any:
         total, columns = 0, []
-        for name in self.columns:  # one by one: of a column, pyarrow holds at most 2 GiB of text at once
-            # A value is no longer than its column, but may stand in every row.
-            longest = max((each.total_uncompressed_size for each in self._chunks(number, [name])), default=0)
-            rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, longest))))
+        for names, num_bytes in self._together(number):  # of a column, pyarrow holds at most 2 GiB of text at once
+            rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, num_bytes))))
             batches = []
-            for batch in self._file.iter_batches(rows, row_groups=[number], columns=[name], use_threads=False):
+            for batch in self._file.iter_batches(rows, row_groups=[number], columns=names, use_threads=False):
                 total += batch.nbytes
                 check_fits(2 * total, f"row group {number}")  # twice: as batches, and as one table
                 batches.append(batch)
             table = pyarrow().Table.from_batches(batches, None if batches else self.schema)
-            columns.append(table.column(name).combine_chunks())
+            columns += [table.column(name).combine_chunks() for name in names]
         return pyarrow().table(columns, self.columns)
+
+    def _together(self, number: int) -> Iterator[tuple[list[str], int]]:
+        """Columns that are read at once, and how long a row of them can be: a call of pyarrow goes over all columns."""
+        names, num_bytes = list[str](), 0
+        for name, chunks in self._chunks(number).items():
+            # A value is no longer than its column, but may stand in every row.
+            longest = max((each.total_uncompressed_size for each in chunks), default=0)
+            if names and num_bytes + longest > TOGETHER_BYTES:
+                yield names, num_bytes
+                names, num_bytes = [], 0
+            names.append(name)
+            num_bytes += longest
+        yield names, num_bytes
 
 
 class _ArrowFile:

@@ -8,6 +8,7 @@ Law: only what is in the file itself is read: links to other files, external and
 import itertools
 import math
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from fourfold.words.errors import DataError, Problem
 
 MAX_OPEN, MAX_MEMBERS, MAX_DEPTH = 16, 2000, 16
 MAX_RATIO = 1100  # of deflate
+MAX_CHUNKS = 2**16  # of a row: HDF5 lists them all before it reads one
+COMPRESSIONS = (1, 4, 32000)  # the numbers of HDF5's filters gzip, szip and lzf
+CHECKSUM_BYTES = 4
 LEAST_BYTES = 2**20  # what a dataset and its chunks may have, however small its file is
 
 
@@ -153,6 +157,13 @@ def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Probl
         num_bytes = dataset.dtype.itemsize * math.prod(shape)
         if num_bytes > most:
             return [Problem(f"{where} with {what} of {num_bytes} bytes, in a file of {file_bytes}", f"at most {most}")]
+    if dataset.chunks:
+        filters = dataset.id.get_create_plist()
+        count = math.prod(len(each) for each in _chunk_starts(dataset))
+        if count > MAX_CHUNKS:
+            return [Problem(f"{where}: a row of {count} chunks", f"at most {MAX_CHUNKS}", "larger chunks")]
+        if sum(filters.get_filter(each)[0] in COMPRESSIONS for each in range(filters.get_nfilters())) > 1:
+            return [Problem(f"{where} is compressed more than once", "once at most", "columns= without it")]
     for shape, what in ((dataset.shape[1:], "a row"), (dataset.chunks or (), "a chunk")):
         try:
             check_fits(dataset.dtype.itemsize * math.prod(shape), what)
@@ -161,8 +172,32 @@ def _problems(path: str, name: str, dataset: Any, file_bytes: int) -> list[Probl
     return []
 
 
+def _chunk_starts(dataset: Any) -> list[range]:
+    """Where the chunks of a row begin, in each dim after the first."""
+    return [range(0, size, step) for size, step in zip(dataset.shape[1:], dataset.chunks[1:], strict=True)]
+
+
+def _check_chunks(dataset: Any, record: int) -> None:
+    """Raise ValueError for a chunk of a row that unpacks to more than it has: HDF5 would unpack all of it."""
+    if dataset.compression != "gzip":
+        return
+    num_bytes = dataset.dtype.itemsize * math.prod(dataset.chunks) + CHECKSUM_BYTES
+    for place in itertools.product([record - record % dataset.chunks[0]], *_chunk_starts(dataset)):
+        size = dataset.id.get_chunk_info_by_coord(place).size
+        if size * MAX_RATIO <= share_bytes():
+            continue
+        check_fits(size, "a chunk")
+        try:
+            unpacked = zlib.decompressobj().decompress(dataset.id.read_direct_chunk(place)[1], num_bytes + 1)
+        except zlib.error:  # HDF5 says what is wrong with it, or that it is not compressed
+            continue
+        if len(unpacked) > num_bytes:
+            raise ValueError(f"a chunk that unpacks to more than {num_bytes} bytes")
+
+
 def _row_of(dataset: Any, record: int) -> Any:
-    """A value of a dataset. Raises ValueError for texts that do not fit into memory."""
+    """A value of a dataset. Raises ValueError for texts that do not fit into memory, and for chunks that lie."""
+    _check_chunks(dataset, record)
     if len(dataset.shape) < 2 or dataset.dtype.kind in "biuf":
         return _value(dataset[record])
     texts, total = list[str](), 0

@@ -42,6 +42,7 @@ KINDS: dict[type, Kind] = {
 INT64 = range(-(2**63), 2**63)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 IMAGE_THREADS, PIXEL_BYTES = 4, 8  # that decode at once; of a pixel as it is stored, as RGB, and in the batch
+TILE_WIDTH, TILE_HEIGHT = 322, 323  # TIFF 6.0, section 15
 STRUCT_OF_NUMBER = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
 Part = bytes | memoryview
 
@@ -219,9 +220,9 @@ def decode_image(content: bytes) -> Tensor:
         raise DataError(Problem("images, and no Pillow", need, attempt)) from None
     try:
         with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
-            check_fits(
-                IMAGE_THREADS * PIXEL_BYTES * image.width * image.height, f"{image.width} × {image.height} pixels"
-            )
+            tags = getattr(image, "tag_v2", {})  # of a TIFF, which is unpacked by whole tiles, however small it is
+            width, height = max(image.width, tags.get(TILE_WIDTH, 0)), max(image.height, tags.get(TILE_HEIGHT, 0))
+            check_fits(IMAGE_THREADS * PIXEL_BYTES * width * height, f"{width} × {height} pixels")
             if image.mode == "F" or image.mode.startswith("I"):  # Pillow would cut them off at 255
                 raise ValueError(f"pixels of more than 8 bits, mode {image.mode}; with images=False they are bytes")
             pixels = np.array(image.convert("RGB"))
