@@ -13,6 +13,7 @@ import pytest
 
 from fourfold.cli import main, sigint
 from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
+from fourfold.cli.errors import nearest_file
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
@@ -525,6 +526,11 @@ def test_out_of_range_values_are_refused_without_a_traceback(
     assert "Traceback" not in text
 
 
+def test_the_nearest_file_is_one_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "good.py").touch()
+    assert [nearest_file(tmp_path / name, "*.py") for name in ("good", "god.pt")] == [str(tmp_path / "good.py")] * 2
+
+
 def test_a_folder_given_as_a_file_is_not_suggested_again(refused: Refused) -> None:
     Path("plan.toml").mkdir()
     Path("a.py").mkdir()
@@ -604,6 +610,20 @@ try:
     check_named_files("no.py init=no tensor=no.toml".split())
 except Exception as error:
     assert "no.py" in str(error), error
+from fourfold.cli.feed_pack import run_pack, run_show, run_verify
+for call in (
+    lambda: run_pack(["nothing", "pack"]),
+    lambda: run_pack(["nothing*.npy", "pack"]),
+    lambda: run_pack(["nothing.py:x", "pack"]),
+    lambda: run_verify("nothing", None),
+    lambda: run_show("nothing"),
+):
+    try:
+        call()
+    except Exception as error:
+        assert "nothing" in str(error), error
+    else:
+        raise AssertionError(call)
 assert "torch" not in sys.modules
 """
 

@@ -1,8 +1,12 @@
 """Errors say got / need / try, all problems at once, in columns."""
 
+import re
+from typing import Any
+
 import pytest
 
-from fourfold.words.errors import DataError, PlanError, Problem, closest_match
+from fourfold.plan.plan import Plan
+from fourfold.words.errors import PLACES, DataError, PlanError, Problem, closest_match, place_of_setting
 
 
 def test_problems_are_printed_in_columns():
@@ -57,3 +61,14 @@ def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():
         *("steps", "batch_size", "lr", "lr", "lr_warmup", "microbatches", "weight_decay")
     ]
     assert closest_match("learning_rate", ["steps"]) is None
+
+
+def test_words_whose_values_are_others_here_are_answered_by_values_that_can_be_given():
+    assert place_of_setting("bf16", ["precision"]) == "precision=bf16 or precision=fp16"
+    assert closest_match("metric_for_best_model", ["best_mode", "best_metric"]) == "best_metric"
+    given = [pair for place in PLACES.values() for pair in re.findall(r"(\w+)=(\w+)", place)]
+    values: list[tuple[str, Any]] = [(key, int(text) if text.isdecimal() else text) for key, text in given]
+    values = [(key, value) for key, value in values if hasattr(Plan(), key) and value != "N"]
+    for key, value in values:
+        assert getattr(Plan(**{key: value}), key) == value
+    assert {key for key, _ in values} >= {"precision", "recompute", "zero", "batch_norm", "unused", "residual"}

@@ -167,6 +167,14 @@ def test_samples_are_transformed_at_the_same_time():
     assert sum(len(targets) for _, targets in feed) == 8
 
 
+def test_a_class_in_place_of_a_transform_is_answered_by_its_instance():
+    class Detection:
+        def __call__(self, sample): ...
+
+    with pytest.raises(DataError, match=r"try an instance, Detection\(…\)"):
+        Transformed(SOURCE, Detection)
+
+
 def test_errors_of_a_transform_name_the_sample():
     def fail(sample, generator):
         if sample[1] == 7:

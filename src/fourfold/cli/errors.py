@@ -85,8 +85,8 @@ def is_file(path: Path) -> bool:
 def nearest_file(path: Path, pattern: str) -> str:
     """The file in the same folder that was most likely meant; "" if there is none."""
     try:
-        others = [other.stem for other in path.parent.glob(pattern) if other.is_file() and other != path]
+        others = {other.stem: str(other) for other in path.parent.glob(pattern) if other.is_file() and other != path}
     except OSError:  # a name that is too long, or a folder that this user may not read
         return ""
     close = closest_match(path.stem, others)
-    return str(path.with_name(close + path.suffix)) if close else ""
+    return others[close] if close else ""

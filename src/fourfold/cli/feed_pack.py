@@ -14,6 +14,7 @@ from typing import Any
 
 from fourfold.cli.feed_bench import parse_size
 from fourfold.cli.output import print_text
+from fourfold.feed.pack.manifest_file import read_manifest
 from fourfold.words.errors import DataError, Problem, SettingError, closest_match
 from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_count
@@ -86,9 +87,9 @@ def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
 def run_pack(words: Sequence[str]) -> int:
     """`fourfold feed pack`; returns the exit code."""
     source_name, dest, values = parse_words(words)
+    source = open_source(source_name, {word: values.pop(word) for word in READING if word in values})
     from fourfold.feed.pack.writer import SHARD_BYTES, pack
 
-    source = open_source(source_name, {word: values.pop(word) for word in READING if word in values})
     if row_tokens := values.pop("row_tokens", None):
         source = _token_rows(source, row_tokens)
     if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
@@ -127,6 +128,9 @@ def open_source(name: str, reading: Mapping[str, Any]) -> Any:
         if reading:
             raise SettingError([Problem(f"{word}= for {name}", f"no {word}=") for word in reading], where=WHERE)
         return _source_in_file(Path(file), member)
+    from fourfold.feed.formats.data_files import find_files
+
+    find_files(Path(name).expanduser())  # which says what is not there before torch is imported
     from fourfold.feed.formats import open as formats
 
     return formats.open_source(name, images=False, **reading)  # images go into a pack as their files are
@@ -157,6 +161,7 @@ def stripe_command(dest: str, shard_bytes: int) -> str | None:
 
 def run_verify(path: str, threads: int | None) -> int:
     """`fourfold feed verify`; returns the exit code: 1 if something is damaged."""
+    read_manifest(Path(path).absolute())  # before torch is imported
     from fourfold.feed.pack.verify import verify_pack
 
     began = time.perf_counter()
@@ -175,6 +180,7 @@ def run_verify(path: str, threads: int | None) -> int:
 
 def run_show(path: str) -> int:
     """`fourfold feed show`; returns the exit code."""
+    read_manifest(Path(path).absolute())  # before torch is imported
     from fourfold.feed.pack.show import describe_pack
 
     shown = describe_pack(path)

@@ -50,7 +50,8 @@ def with_generator(transform: Any) -> Call:
         adapt(signature.bind)(None, torch.default_generator)
     except TypeError as error:
         name = getattr(transform, "__name__", type(transform).__name__)
-        attempt = "functools.partial, which binds other arguments"
+        is_class = isinstance(transform, type)
+        attempt = f"an instance, {name}(…)" if is_class else "functools.partial, which binds other arguments"
         raise DataError(Problem(f"transform = {name}{signature}", NEED, attempt), where=WHERE) from error
     return adapt(transform)
 

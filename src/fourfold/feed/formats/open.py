@@ -18,6 +18,7 @@ from fourfold.feed.files.open import open_files
 from fourfold.feed.formats import hugging_face, mds, megatron
 from fourfold.feed.formats.array_shards import ArrayShards
 from fourfold.feed.formats.arrow import TableRows
+from fourfold.feed.formats.data_files import KNOWN, find_files, is_marker
 from fourfold.feed.formats.hdf5 import HDF5Rows
 from fourfold.feed.formats.plain_files import PlainRecords
 from fourfold.feed.formats.positioned import file_size
@@ -28,7 +29,7 @@ from fourfold.feed.pack.layout import INDEX_FILE, MANIFEST_FILE
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.source import TokenSource
 from fourfold.words import argument_checks
-from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
+from fourfold.words.errors import DataError, Problem, os_error_text
 
 SUFFIXES = {
     **KIND_OF_SUFFIX,
@@ -57,10 +58,6 @@ UNREAD = {
     ),
 }
 SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"))
-KNOWN = (
-    "a pack; images, .npy, .npz, .txt, .jsonl, .csv, .tsv; .parquet, .arrow, .feather; a folder of `datasets` or MDS; "
-    ".tar (WebDataset), .tfrecord, .h5, Megatron's .bin and .idx"
-)
 
 
 class Options(NamedTuple):
@@ -108,22 +105,9 @@ def open_source(
     """
     options, given = Options(columns, target, images, rows, length, dtype), Path(os.path.expanduser(path))
     _check_options(options)
-    if os.path.isdir(given):
+    if (paths := find_files(given)) is None:
         return _open_folder(given, options)
-    if os.path.isfile(given):
-        name, paths = str(given), [str(given)]
-    elif os.path.isfile(f"{given}.idx"):  # Megatron names its files so
-        name, paths = str(given), [f"{given}.bin", f"{given}.idx"]
-    elif glob.has_magic(str(given)):
-        found = glob.glob(str(given), recursive=True)
-        name, paths = str(given), sorted(path for path in found if os.path.isfile(path) and not _is_marker(path))
-        if not paths:
-            raise DataError(Problem(f"no file that fits {name}", "at least one"), where=name)
-    elif os.path.exists(given):
-        raise DataError(Problem(f"{given} is no file and no folder", KNOWN), where=str(given))
-    else:
-        raise _nothing_there(given)
-    return _open_files(name, paths, options)
+    return _open_files(str(given), paths, options)
 
 
 def _check_options(options: Options) -> None:
@@ -136,14 +120,6 @@ def _check_options(options: Options) -> None:
         problems.append(Problem(f"columns = {columns} with target = {target!r}", "at least one of the inputs"))
     if problems:
         raise DataError(problems)
-
-
-def _nothing_there(path: Path) -> DataError:
-    try:
-        close = closest_match(path.name, os.listdir(path.parent))
-    except (OSError, ValueError):
-        close = None
-    return DataError(Problem(f"nothing at {path}", KNOWN, str(path.parent / close) if close else ""), where=str(path))
 
 
 def _open_folder(folder: Path, options: Options) -> Any:
@@ -189,14 +165,8 @@ def _files_below(folder: Path) -> list[str]:
     paths = []
     for root, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(root, name) for name in names if not name.startswith(".") and not _is_marker(name)]
+        paths += [os.path.join(root, name) for name in names if not name.startswith(".") and not is_marker(name)]
     return sorted(paths)
-
-
-def _is_marker(path: str) -> bool:
-    """Whether a file is a mark of the program that wrote those beside it, such as Spark's `_SUCCESS`: no data."""
-    name = os.path.basename(path)
-    return name.startswith("_") and "." not in name
 
 
 def _open_files(name: str, paths: Sequence[str], options: Options) -> Any:

@@ -1,0 +1,25 @@
+"""Manifest file: a pack's manifest, read. No torch, so that a pack that is not there is said at once."""
+
+from pathlib import Path
+
+from fourfold.feed.pack import layout
+from fourfold.words.errors import DataError, Problem, os_error_text
+
+
+def read_manifest(path: Path) -> layout.Manifest:
+    """The manifest of a pack. Raises DataError if there is none, or it is damaged."""
+    file = path / layout.MANIFEST_FILE
+    try:
+        size = file.stat().st_size
+        if size > layout.MAX_MANIFEST_BYTES:
+            problem = Problem(f"{file} of {size} bytes", f"at most {layout.MAX_MANIFEST_BYTES}")
+            raise DataError(problem, where=str(path))
+        content = file.read_bytes()
+    except OSError as error:
+        packing = path.with_name(path.name + ".part")
+        if not path.exists() and packing.is_dir():
+            got, attempt = f"{path} is being packed, or its packing was cut off", "fourfold feed pack again, to go on"
+        else:
+            got, attempt = f"{file}: {os_error_text(error)}", "fourfold feed pack SOURCE DEST, which makes a pack"
+        raise DataError(Problem(got, "a pack that is whole", attempt), where="the pack") from error
+    return layout.decode_manifest(content, str(file))
