@@ -318,6 +318,47 @@ def test_wrong_rules_are_refused_by_name(case):
     assert re.search(message, found), found
 
 
+def watched(model: nn.Module) -> Any:
+    """A loss that reads the features between a column and a row layer, which a hook keeps."""
+    kept: list[Any] = []
+    up = model.get_submodule("blocks.0.up")
+    up.register_forward_hook(lambda module, args, output: kept.append(output))
+    return lambda outputs, targets: squared(outputs, targets) + kept[-1].square().mean((1, 2))
+
+
+def penalized(model: nn.Module) -> Any:
+    return lambda outputs, targets: squared(outputs, targets) + model.get_parameter("blocks.0.up.weight").square().sum()
+
+
+@pytest.mark.parametrize("make_loss", [watched, penalized])
+def test_a_loss_of_what_is_split_is_refused(make_loss):
+    losses = threading.local()
+
+    def make() -> nn.Module:
+        model = make_net(MLP)
+        losses.loss = make_loss(model)
+        return model
+
+    found = refusal(make, lambda outputs, targets: losses.loss(outputs, targets), features(), MLP_RULES)
+    assert "a loss that is not the whole model's, though the outputs are" in found
+
+
+@pytest.mark.parametrize(("hook", "is_refused"), [
+    (lambda g: g / (1 + g.norm()), True), (lambda g: g * torch.ones(16, 1), True), (lambda g: 0.5 * g, False),
+])  # fmt: skip
+def test_a_hook_of_a_split_weight_must_do_the_same_with_each_part(hook, is_refused):
+    def make() -> nn.Module:
+        model = make_net(MLP)
+        model.get_parameter("blocks.0.up.weight").register_hook(hook)
+        return model
+
+    if is_refused:
+        assert "a hook of blocks.0.up.weight" in refusal(make, squared, features(), MLP_RULES)
+        return
+    losses = threads.run(2, lambda comm: make_step(make(), squared, comm, Plan(tp=2), MLP_RULES)(features()).loss)
+    assert losses[0] == losses[1]
+
+
 QWEN3_RULES = {
     "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn.q_proj": "column(heads=4)",

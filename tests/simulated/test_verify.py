@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.analysis.verify import TOLERANCE, VerifyResult, check_verifiable, verify
 from fourfold.cli import verify as command
@@ -190,6 +191,24 @@ def test_deviations_are_named_and_give_exit_code_1():
 def test_plans_that_change_the_training_are_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="trains differently from one device"):
         check_verifiable(plan)
+
+
+@pytest.mark.parametrize("backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss], None)])
+def test_the_second_forward_of_a_checkpoint_casts_as_the_first(backward):
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    dtypes = []
+
+    def scaled(x: Tensor) -> Tensor:
+        narrow = x.to(torch.float32)
+        dtypes.append(narrow.dtype)
+        return weight * narrow * narrow
+
+    with Float64Mode():
+        x = torch.full((2,), 3.0, dtype=torch.float64)
+        backward(checkpoint(scaled, x, use_reentrant=False).sum())
+    assert dtypes == [torch.float64] * 2
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2,), 9.0, dtype=torch.float64))
 
 
 def test_casts_to_float32_give_float64():

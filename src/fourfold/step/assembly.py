@@ -307,7 +307,7 @@ def _make_batches(
         parallel = SequenceParallel(model, loss, group, world, skeleton=pipeline.skeleton, **options)
         layout = TokenShards(parallel, world.device)
     if tensor.is_cut:
-        rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices)
+        rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss)
         layout = SharedByTensorRanks(layout, tensor_calls, rules)
     if not pipeline.is_cut:
         return layout

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.parts.torch_private import GROUPED_MM_OPS
+from fourfold.parts.torch_private import GROUPED_MM_OPS, run_backward_under_modes
 
 WIDER_DTYPE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -20,6 +20,7 @@ WIDER_DTYPE = {
 }
 _WIDER_CAST_NAMES = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 WIDER_CAST = {getattr(Tensor, narrow): getattr(Tensor, wide) for narrow, wide in _WIDER_CAST_NAMES.items()}
+BACKWARDS = frozenset({torch.autograd.backward, Tensor.backward})
 FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace})
 
 
@@ -33,8 +34,11 @@ class Float64Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        options = dict(kwargs or {})
+        if func in BACKWARDS and not any(options.get(name) for name in ("retain_graph", "create_graph", "inputs")):
+            return self._run_backward(args[0], *args[1:2], **options)
         args = tuple(_widen_dtype(arg) for arg in args)
-        named = {name: _widen_dtype(value) for name, value in restore_arguments(func, args, dict(kwargs or {})).items()}
+        named = {name: _widen_dtype(value) for name, value in restore_arguments(func, args, options).items()}
         if func in WIDER_CAST:
             func = WIDER_CAST[func]
         elif func in GROUPED_MM_OPS and args[0].dtype == torch.float64:
@@ -42,6 +46,15 @@ class Float64Mode(TorchFunctionMode):
         elif self._new_tensors and func in FACTORIES:
             named.setdefault("dtype", torch.float64)
         return func(*args, **named)
+
+    def _run_backward(self, roots: Any, grad_tensors: Any = None, gradient: Any = None, **_: Any) -> None:
+        """A backward with the mode on: a checkpoint computes its forward again."""
+        roots = tuple(roots) if isinstance(roots, tuple | list) else (roots,)
+        gradients = gradient if grad_tensors is None else grad_tensors
+        gradients = gradients if isinstance(gradients, tuple | list) else [gradients] * len(roots)
+        known = (torch.ones_like(a) if b is None else b for a, b in zip(roots, gradients, strict=True))
+        with self:
+            run_backward_under_modes(roots, tuple(known))
 
 
 def _widen_dtype(value: Any) -> Any:

@@ -13,13 +13,15 @@ from typing import Any
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpack_batch
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
+from fourfold.step.dry_run.grad_hook_check import treats_parts_alike
 from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
 from fourfold.step.sequence.dry_run import truncate_batch
 from fourfold.step.sequence.transformers import install_attention
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
-from fourfold.step.tensor.dry_run import Findings, TensorDryRun, TensorMemoryFit
+from fourfold.step.tensor.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor_tree import tree_map
@@ -35,10 +37,24 @@ log = logging.getLogger("fourfold")
 
 
 class CollectiveTensorDryRun:
-    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh; `draw_slices` learn from it."""
+    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh; `draw_slices` learn from it.
 
-    def __init__(self, model: nn.Module, axis: TensorAxis, world: Communicator, draw_slices: DrawSlices) -> None:
+    trained  the model whose weights have the user's hooks
+    loss     None: it is not compared; nor is one that is compiled, or of a model with stages
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: TensorAxis,
+        world: Communicator,
+        draw_slices: DrawSlices,
+        *,
+        trained: nn.Module,
+        loss: LossFunction | None,
+    ) -> None:
         self._model, self._axis, self._world, self._draw_slices = model, axis, world, draw_slices
+        self._trained, self._loss = trained, loss if trained is model and not is_compiled_function(loss) else None
         self._finished_modes: set[bool] = set()
 
     @property
@@ -51,14 +67,17 @@ class CollectiveTensorDryRun:
 
         Within `unsharded` the model may be called. Raises TaskError if the two differ.
         """
-        inputs, _ = unpack_batch(batch)
         has_samples, findings = num_samples(batch) > 0, Findings()
         memory_fit = self._find_memory_fit()
         with unsharded, self._attention():
             # The tensor ranks of a place have the same samples, or all of them none.
             if has_samples:
-                samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in _first_samples(inputs)]
-                findings = TensorDryRun(self._model, self._axis, self._world.device).run(samples, memory_fit)
+                parts = _first_samples(unpack_batch(batch))
+                samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in parts]
+                dry_run = TensorDryRun(self._model, self._axis, self._world.device, self._loss)
+                findings = dry_run.run(samples, memory_fit)
+        if self._trained.training and not findings.problems and findings.error is None:
+            findings = findings._replace(problems=self._hook_problems())
         reports = self._world.all_gather_json(self._report(findings, has_samples=has_samples))
         if findings.error is not None:
             raise findings.error
@@ -76,6 +95,14 @@ class CollectiveTensorDryRun:
             return
         with install_attention(self._model), install_attention(self._axis.structure):
             yield
+
+    def _hook_problems(self) -> list[Problem]:
+        shards, words = self._axis.shards, RuleProblems(self._model, self._axis)
+        return [
+            words.hook(name)
+            for name, p in self._trained.named_parameters()
+            if p.requires_grad and not shards[name].is_whole and not treats_parts_alike(p, shards[name])
+        ]
 
     def _learn_draws(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take over what the first rank at this place of the tensor axis has found that has compared something."""
@@ -153,10 +180,11 @@ def drawn_bytes(axis: TensorAxis) -> tuple[int, int]:
     return 8 * num_elements, num_bytes + NUM_LARGEST * max(max(8, widest) * p.numel() for p in own.values())
 
 
-def _first_samples(inputs: Any) -> list[Any]:
+def _first_samples(batch: tuple[Any, Any]) -> list[Any]:
     """The first samples of a batch: their first tokens, where they have more, then all of them."""
-    few = tree_map(inputs, lambda tensor: tensor[:DRY_RUN_SAMPLES])
-    tokens = next((few[key] for key in TOKEN_KEYS if key in few), None) if isinstance(few, Mapping) else None
+    few = tree_map(batch, lambda tensor: tensor[:DRY_RUN_SAMPLES])
+    inputs = few[0]
+    tokens = next((inputs[key] for key in TOKEN_KEYS if key in inputs), None) if isinstance(inputs, Mapping) else None
     if tokens is None or not has_token_dim(tokens, tokens.shape[-1]) or tokens.shape[1] <= DRY_RUN_TOKENS:
         return [few]
     length = tokens.shape[1]

@@ -43,6 +43,7 @@ from fourfold.words.errors import PeerError, Problem, TaskError
 
 SEED = 13
 Weights = Mapping[str, nn.Parameter]
+LossFunction = Callable[[Any, Any], Any]
 
 
 class TensorMemoryFit(NamedTuple):
@@ -78,33 +79,37 @@ class Findings(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A forward of a model, whose backward may follow."""
+    """A forward of a model, whose backward may follow. `outputs`: the tensors among what it has returned."""
 
+    returned: Any
     outputs: list[Tensor]
     trace: ModuleTrace
     draws: Sequence[Draw]
 
 
 class WholeRun(NamedTuple):
-    """The whole model's run, this rank's parts of its weights and of their gradients, and the upstream gradients."""
+    """The whole model's run, the tensors of its loss, this rank's parts of its weights and of their gradients, and the
+    upstream gradients.
+    """
 
     run: Run
+    losses: Sequence[Tensor] | None
     weights: Weights
     gradients: Mapping[str, Tensor]
     upstream: list[Tensor | None]
 
 
 class TensorDryRun:
-    """The dry run of one rank. `structure`: the modules of the whole model."""
+    """The dry run of one rank. `loss`: of outputs and targets; None: the model has it among its outputs."""
 
-    def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device) -> None:
-        self._model, self._axis, self._device = model, axis, device
+    def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device, loss: LossFunction | None) -> None:
+        self._model, self._axis, self._device, self._loss = model, axis, device, loss
         self._shards = axis.shards
         self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
         self._problems = RuleProblems(model, axis)
 
     def run(self, samples: Sequence[Any], memory_fit: TensorMemoryFit) -> Findings:
-        """Compare the models on the first of these inputs that the whole model takes. Collective on the tensor ranks.
+        """Compare the models on the first of these batches that the whole model takes. Collective on the tensor ranks.
 
         Raises PeerError only.
         """
@@ -125,9 +130,9 @@ class TensorDryRun:
         has_float64 = any(dtype is not None for dtype, _ in ways)
         reasons = [] if has_float64 else ["the model does not fit into memory in float64"]
         error: Exception | None = None
-        for number, (inputs, (dtype, source)) in enumerate(itertools.product(samples, ways)):
+        for number, (batch, (dtype, source)) in enumerate(itertools.product(samples, ways)):
             try:
-                whole = self._run_whole(inputs, dtype, source)
+                whole = self._run_whole(batch, dtype, source)
             except CheckUnavailable as unavailable:
                 reasons.append(str(unavailable))
                 continue
@@ -136,7 +141,7 @@ class TensorDryRun:
                 reasons.append(str(caught).splitlines()[0] if str(caught) else type(caught).__name__)
                 continue
             group.agree(f"attempt {number}")
-            findings = self._compare(whole, inputs, dtype, group)
+            findings = self._compare(whole, batch, dtype, group)
             if findings.problems:
                 with contextlib.suppress(CallMismatch):
                     group.finish(has_failed=True)
@@ -166,16 +171,23 @@ class TensorDryRun:
         ):
             yield
 
-    def _forward(self, model: nn.Module, inputs: Any, trace: ModuleTrace) -> Run:
+    def _forward(self, model: nn.Module, batch: Any, trace: ModuleTrace) -> Run:
         with trace, DrawRecorder(trace) as recorder:
-            outputs = list(tree_leaves(call_model(model, inputs)))
-        return Run(outputs, trace, recorder.draws)
+            returned = call_model(model, batch[0])
+        return Run(returned, list(tree_leaves(returned)), trace, recorder.draws)
+
+    def _losses(self, run: Run, batch: Any, weights: Weights) -> list[Tensor]:
+        """The tensors that the loss returns. `weights`: what it finds if it reads those of the model."""
+        if self._loss is None:
+            return []
+        with swapped_state(self._model, weights):
+            return [each.detach() for each in tree_leaves(self._loss(run.returned, batch[1]))]
 
     # ---- whole --------------------------------------------------------------------------------------
 
     def _run_whole(
         self,
-        inputs: Any,
+        batch: Any,
         dtype: torch.dtype | None,
         source: Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource],
     ) -> WholeRun:
@@ -185,26 +197,30 @@ class TensorDryRun:
         random_weights = RandomWeights(self._model, self._shards, dtype, self._device)
         parts, weights = random_weights.local(), source(random_weights, self._shards)
         with self._computing(structure, weights.parameters, dtype), weights:
-            run = self._forward(structure, _cast(inputs, dtype), ModuleTrace(structure))
+            run = self._forward(structure, _cast(batch, dtype), ModuleTrace(structure))
             if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
                 raise CheckUnavailable("outputs that are not finite")
+            losses = None
+            with contextlib.suppress(Exception):  # it is raised where the loss is trained
+                losses = self._losses(run, _cast(batch, dtype), weights.parameters)
             upstream = _random_upstream(run.outputs)
             run_backward(run.outputs, upstream)
         found = weights.local_gradients()
         gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
         if not all(bool(each.isfinite().all()) for each in gradients.values()):
             raise CheckUnavailable("gradients that are not finite")
-        return WholeRun(run._replace(outputs=[each.detach() for each in run.outputs]), parts, gradients, upstream)
+        run = run._replace(returned=None, outputs=[each.detach() for each in run.outputs])
+        return WholeRun(run, losses, parts, gradients, upstream)
 
     # ---- cut ----------------------------------------------------------------------------------------
 
-    def _compare(self, whole: WholeRun, inputs: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
+    def _compare(self, whole: WholeRun, batch: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
         """What differs where the model is cut. Collective on the tensor ranks."""
         trace = ModuleTrace(self._model)
         uses = OutsideUses(whole.weights, self._shards, trace)
         with self._computing(self._model, whole.weights, dtype), self._axis.region.with_group(group), uses:
             try:
-                run = self._forward(self._model, _cast(inputs, dtype), trace)
+                run = self._forward(self._model, _cast(batch, dtype), trace)
             except (CallMismatch, PeerError):
                 raise
             except TaskError as error:  # of a split layer
@@ -214,6 +230,10 @@ class TensorDryRun:
             problem = self._problems.statistics(whole.run.trace, trace)
             if problem := problem or self._output_problem(whole.run, run, uses.names):
                 return Findings([problem])
+            if whole.losses is not None:
+                losses = self._losses(run, _cast(batch, dtype), whole.weights)
+                if not all(a.shape == b.shape and is_close(a, b) for a, b in zip(whole.losses, losses, strict=True)):
+                    return Findings([self._problems.loss()])
             shards = dict.fromkeys(self._shards.values())
             draws = find_draws(whole.run.draws, run.draws, self._place, [each for each in shards if not each.is_whole])
             if draws.refused:

@@ -134,6 +134,21 @@ class RuleProblems:
         got = f"the gradient of {name} is not the whole model's{more}"
         return Problem(got, NEED, self._look_at(module))
 
+    def loss(self) -> Problem:
+        """The loss is another one, of the same outputs."""
+        got = (
+            "a loss that is not the whole model's, though the outputs are: it reads weights or features that are split"
+        )
+        need = "a loss of outputs, targets, and what whole layers return"
+        return Problem(got, need, "no rule for the layers that it reads, or tp = 1")
+
+    def hook(self, name: str) -> Problem:
+        """A gradient hook of a weight that is split does something else with a part of its gradient."""
+        got = f"a hook of {name}, whose gradient each of the {self._size} tensor ranks has a part of"
+        need = "hooks that do the same with each part, such as scaling"
+        attempt = f'clip=… to limit the norm, or no rule for "{generalized(name.rpartition(".")[0])}"'
+        return Problem(got, need, attempt)
+
     def draw(self, draw: Draw) -> Problem:
         """Random numbers for split features or tokens, which would repeat on each tensor rank."""
         split = "features or tokens" if self._splits_tokens else "features"
