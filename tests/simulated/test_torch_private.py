@@ -279,7 +279,7 @@ def test_a_tensor_without_memory_has_a_shape_and_no_address():
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             raise NotImplementedError
 
-    tensor = private.tensor_without_memory(Lazy, (2, 3), torch.zeros(1), torch.float64)
+    tensor = private.tensor_without_memory(Lazy, (2, 3), device=torch.device("cpu"), dtype=torch.float64)
     assert type(tensor) is Lazy
     assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float64)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
@@ -309,6 +309,8 @@ def test_a_dispatch_mode_sees_operators():
 def test_trees_of_tensors_are_walked():
     tree = {"a": [torch.zeros(1), 2], "b": (torch.ones(1),)}
     assert len(private.tree_leaves(tree)) == 3
+    leaves, spec = private.tree_flatten(tree)
+    assert private.tree_unflatten(leaves, spec) == tree
     mapped = private.tree_map_only(torch.Tensor, lambda t: t.item(), tree)
     assert mapped == {"a": [0.0, 2], "b": (1.0,)}
 

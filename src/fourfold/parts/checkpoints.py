@@ -5,6 +5,7 @@ Law: found from the calls that this thread is in. A checkpoint leaves no other t
 
 import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -12,21 +13,26 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 def is_in_checkpoint() -> bool:
     """Whether this thread runs the first forward of a checkpoint, of either kind."""
-    return _runs_within(checkpoint)
+    return current_checkpoint() is not None
+
+
+def current_checkpoint() -> FrameType | None:
+    """The call of the innermost checkpoint whose first forward this thread runs."""
+    return _call_of(checkpoint)
 
 
 def is_in_reentrant_checkpoint() -> bool:
     """Whether this thread runs the first forward of a checkpoint with `use_reentrant=True`."""
-    return _runs_within(CheckpointFunction.forward)
+    return _call_of(CheckpointFunction.forward) is not None
 
 
 def is_in_reentrant_backward() -> bool:
     """Whether this thread runs the backward of such a checkpoint, which runs within another one."""
-    return _runs_within(CheckpointFunction.backward)
+    return _call_of(CheckpointFunction.backward) is not None
 
 
-def _runs_within(function: Callable[..., Any]) -> bool:
+def _call_of(function: Callable[..., Any]) -> FrameType | None:
     frame, code = inspect.currentframe(), inspect.unwrap(function).__code__
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return frame

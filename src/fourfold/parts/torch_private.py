@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = [
@@ -32,8 +32,10 @@ __all__ = [
     "TorchDispatchMode",
     "collate",
     "default_collate_fn_map",
+    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 Node = Any  # a node of autograd's graph: a `grad_fn`
@@ -142,9 +144,9 @@ def suspend_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def tensor_without_memory(cls: type[Tensor], shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Any:
-    """A tensor of a subclass that has no memory: reading its address raises RuntimeError."""
-    tensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+def tensor_without_memory(cls: type[Tensor], shape: Sequence[int], **kept: Any) -> Any:
+    """A tensor of a class without memory: reading its address raises RuntimeError. `kept`: dtype, device, strides."""
+    tensor = Tensor._make_wrapper_subclass(cls, tuple(shape), **kept)  # type: ignore[attr-defined]
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 

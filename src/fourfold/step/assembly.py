@@ -120,14 +120,15 @@ def assemble(
     optimizer = _take_optimizer(optimizer_source, model, plan, options)
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
-    tensor, pipeline, stages = axes = _cut(initial, optimizer, plan, options, world, meter)
+    tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
+    stages = PipelineDryRun(model, objective, pipeline, world, SplitResidual(tensor.residual.entries, tensor.region))
+    axes = _Axes(tensor, pipeline, stages)
     trained = lay_out(model, optimizer, plan, world, options, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
-    residual = SplitResidual(tensor.residual.entries, tensor.region)
     recomputed = _find_recomputed(plan, axes)
-    chunks = make_chunks(model, objective, statistics, pipeline, stages, residual, halves, recomputed)
+    chunks = make_chunks(model, objective, statistics, pipeline, stages, halves, recomputed)
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     programs = StepPrograms(stage.trained.blueprint, world.rank)
     stage.parts.gradients.set_launch_order(programs.reduction_order)
@@ -192,7 +193,7 @@ def _make_parts(
 
 def _cut(
     initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
-) -> _Axes:
+) -> tuple[TensorAxis, PipelineAxis]:
     """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
     model, ranks, stages = initial.model, world.along("pp"), map_stages(initial.model, plan.stage_spec)
     initial = take_first_ranks_weights(initial, ranks)
@@ -205,15 +206,12 @@ def _cut(
         transport=plan.transport,
         is_own=lambda name: stages.place_of(name) == ranks.rank,
     )
-    residual = SplitResidual(tensor.residual.entries, tensor.region)
     if ranks.size == 1:
-        pipeline = whole_pipeline(model, stages, ranks)
-        return _Axes(tensor, pipeline, PipelineDryRun(model, stages, world, residual))
+        return tensor, whole_pipeline(model, stages, ranks)
     if not tensor.is_cut:
         load_own_weights(initial, stages, ranks)
     skeleton = make_skeleton(model, plan.precision, [tensor.region])
-    pipeline = pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
-    return _Axes(tensor, pipeline, PipelineDryRun(skeleton, stages, world, residual))
+    return tensor, pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
 
 
 def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:

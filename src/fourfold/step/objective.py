@@ -9,7 +9,7 @@ Law: the sums and counts of the parts of a batch add up to those of the whole ba
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,6 +85,7 @@ class Objective:
     def __init__(self, loss: LossFunction, *, is_batch_split: bool) -> None:
         """`is_batch_split`: the parts of a batch must add up."""
         self._loss = loss
+        self._around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
         self.is_manual_mean = False
@@ -155,7 +156,7 @@ class Objective:
             if not torch.is_grad_enabled():
                 outputs = self._loss.with_new_graph(outputs)
             with torch.enable_grad():
-                value = self._loss(outputs, part)
+                value = self.raw_loss(outputs, part)
         kinks = self._find_kinks(outputs, value, calls, part.num_samples)
         derivatives = _derivatives(value, calls)
         if self.is_scalar(value, part.num_samples):
@@ -174,6 +175,20 @@ class Objective:
             return []
         rows = [t for t in self._loss.leaves(outputs) if t.dim() and len(t) == samples]
         return find_kinks(value, calls, rows)
+
+    def raw_loss(self, outputs: Any, part: Microbatch) -> Any:
+        """What the loss function returns."""
+        with self._around_loss():
+            return self._loss(outputs, part)
+
+    @contextlib.contextmanager
+    def calling_loss_within(self, around: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """Within, each call of the loss function runs within such a context."""
+        before, self._around_loss = self._around_loss, around
+        try:
+            yield
+        finally:
+            self._around_loss = before
 
     def force_eager(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Inside, compiled code runs uncompiled: a few forwards are not worth a compilation."""
@@ -228,9 +243,9 @@ class Objective:
     def _compute_loss_with_graph(self, outputs: Any, part: Microbatch) -> Any:
         """The loss, with its graph where the divisors are read from it, in an evaluation too."""
         if torch.is_grad_enabled() or not self.divisors.has_divisors:
-            return self._loss(outputs, part)
+            return self.raw_loss(outputs, part)
         with torch.enable_grad():
-            return self._loss(self._loss.with_new_graph(outputs), part)
+            return self.raw_loss(self._loss.with_new_graph(outputs), part)
 
     def is_scalar(self, value: Any, num_samples: int) -> bool:
         """Whether this is a scalar loss. Shape [1] is one too, unless it is the unreduced value of one sample."""

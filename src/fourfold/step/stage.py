@@ -22,8 +22,9 @@ from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.block_draws import seeded_segments
 from fourfold.step.pipeline.dry_run import PipelineDryRun
-from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd
+from fourfold.step.pipeline.gates import Gates, StageEnd
 from fourfold.step.pipeline.reentrant import ReentrantCheck
+from fourfold.step.pipeline.stand_in import StandInUsed, sources_of
 from fourfold.step.recompute import Recompute, RecomputedBlocks
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.error_notes import noting
@@ -75,23 +76,22 @@ def pipeline_stage(
     model: nn.Module,
     objective: Objective,
     statistics: BatchStatistics,
-    gates: Gates,
+    stage: int,
     dry_run: PipelineDryRun,
     halves: BackwardHalves,
     recompute: Recompute,
-    *,
-    has_loss: bool,
 ) -> Stage:
-    """One of several stages. `dry_run` has shown what modules of other stages return. `has_loss`: it is the last."""
-
-    reentrant = ReentrantCheck(model)
+    """One of several stages. `dry_run` has shown what they need of each other."""
+    gates, reentrant = dry_run.make_gates(stage), ReentrantCheck(model)
 
     def infer(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         try:
-            with gates.closed(dry_run.templates, received, dry_run.carried_by(gates.stage)):
+            with gates.closed(received, dry_run.carried_by(gates.stage)):
                 return objective.forward(model, part)
         except StageEnd as end:
-            return StageOutput(end.outputs, [])
+            return StageOutput(end.message, [])
+        except StandInUsed as used:
+            raise _unknown(gates.stage, used) from None
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
         normalizing, drawing = statistics.in_forward(has_samples=True), _own_draws(model, gates, part)
@@ -112,7 +112,7 @@ def pipeline_stage(
             problem = Problem(got, "at least one sample on each data rank", "a larger batch, or fewer microbatches")
             raise TaskError(problem, where="the batch")
 
-    loss = functools.partial(_loss, objective) if has_loss else None
+    loss = functools.partial(_loss_of_stage, objective, gates) if gates.exit is None else None
     return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
 
 
@@ -122,27 +122,46 @@ def make_chunks(
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
     dry_run: PipelineDryRun,
-    residual: SplitResidual,
     halves: BackwardHalves,
     recomputed: RecomputedBlocks,
 ) -> dict[int, Stage]:
     """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
         return {0: whole_model_stage(model, objective, statistics, recomputed.of(model))}
-    last = pipeline.stages.num_stages - 1
     return {
         stage: pipeline_stage(
             model,
             objective,
             statistics,
-            Gates(model, pipeline.stages, stage, residual),
+            stage,
             dry_run,
             halves,
             recomputed.of(model, pipeline.stages.blocks[stage]),
-            has_loss=stage == last,
         )
         for stage in pipeline.stages.stages_at(pipeline.place)
     }
+
+
+def _loss_of_stage(objective: Objective, gates: Gates, output: StageOutput, part: Microbatch) -> Loss:
+    """The loss of the last stage, which may read what earlier ones have kept."""
+    try:
+        with gates.shown():
+            loss = _loss(objective, output, part)
+        if missing := sources_of([loss.total]):
+            raise StandInUsed(missing, line="")
+    except StandInUsed as used:
+        raise _unknown(gates.stage, used) from None
+    return loss
+
+
+def _unknown(stage: int, used: StandInUsed) -> TaskError:
+    """What a stage needs and is not sent, for the first batch did not need it."""
+    source = min(used.sources)
+    got = f"stage {stage} needs {source}, which it did not in the first batch" + (
+        f" ({used.line})" if used.line else ""
+    )
+    need = "values that the first batch needs too: stages send these only"
+    return TaskError(Problem(got, need, "a forward without this branch, or pp = 1"), where="the pipeline")
 
 
 def _own_draws(model: nn.Module, gates: Gates, part: Microbatch) -> AbstractContextManager[None]:

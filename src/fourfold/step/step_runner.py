@@ -4,6 +4,7 @@ Law: what raises on one rank before its program runs raises on all ranks.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
 from fourfold.step.nan_guard import Skipped
-from fourfold.step.pipeline.dry_run import MODEL
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals, wait_totals
 from fourfold.words.argument_checks import format_argument
@@ -169,7 +169,8 @@ class StepRunner:
         if checks.is_needed(training=training):
             self._calls.check_same()
             small = batches.dry_run_batch(batch)
-            checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
+            with self._assembly.stages.whole_shown_to_loss():
+                checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
             self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
@@ -198,7 +199,7 @@ class StepRunner:
 
     def check_dry_run(self, call: str) -> None:
         """Raise SettingError unless a dry run has shown what the modules of other stages return."""
-        if MODEL not in self._assembly.stages.templates:
+        if not self._assembly.pipeline.known.outputs:
             need = "a batch before, which shows each stage what the others return"
             raise SettingError(Problem(f"{call} before the first step", need, "step.dry_run(batch)"))
 
@@ -212,7 +213,8 @@ class StepRunner:
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
         self.executor.infer(self._programs.inference, step)
-        return self._assembly.pipeline.last_outputs(step.outputs.get(0), self._assembly.stages.templates.get(MODEL))
+        learn = functools.partial(self._assembly.stages.learn_outputs, inputs)
+        return self._assembly.pipeline.last_outputs(step.outputs.get(0), learn)
 
     def all_reduce(self, values: Tensor) -> list[float]:
         """See `TrainStep.all_reduce`."""

@@ -22,9 +22,13 @@ from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.pipeline.gates import Gates, SplitResidual, StageEnd, Template
+from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual, StageEnd
+from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.recording import Recorder, Recording
+from fourfold.step.pipeline.stand_in import OUTPUT, Source, StandInUsed
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import Problem, TaskError
 from fourfold.words.program import Action, Verb
 
 WEIGHTS, GRADIENTS, STATES, BATCH = "weights", "gradients", "optimizer states", "batch"
@@ -51,11 +55,11 @@ class FakeRank:
     def __init__(
         self, fake: FakeModel, stages: StageMap, place: int, *, num_samples: int, states_per_weight: int
     ) -> None:
-        self._fake, self._stages, self._place = fake, stages, place
+        self._fake, self._known, self._place = fake, Knowledge(stages), place
         self._states_per_weight = states_per_weight
         self._samples = fake.samples(num_samples)
         self._attention = FakeAttention(fake.plan.sequence_spec)
-        self._templates = self._record_templates() if stages.num_stages > 1 else {}
+        self._recorded = self._record() if stages.num_stages > 1 else Recording()
         fake = fake.with_copies(stages.ties if place == stages.num_places - 1 else {})
         self._copies = fake.copies
         self._weights = [each for name, each in fake.model.named_parameters() if stages.place_of(name) == place]
@@ -98,53 +102,70 @@ class FakeRank:
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def _record_templates(self) -> dict[str, Template]:
+    def _record(self) -> Recording:
         """What modules return for a microbatch."""
-        found: dict[str, Template] = {}
-        hooks = []
-        for name in (*self._stages.chain.before, *self._stages.chain.blocks):
-
-            def record(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                found[name] = Template.of(output, (args, kwargs))
-
-            hooks.append(self._fake.model.get_submodule(name).register_forward_hook(record, with_kwargs=True))
-        try:
-            with torch.device(META), torch.no_grad(), self._fake.intercepted(self._attention):
-                call_model(self._fake.model, self._samples[0])
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._end_tokens()
-        return found
+        recorder = Recorder(self._fake.model, self._known, set())
+        with (
+            torch.device(META),
+            torch.no_grad(),
+            self._fake.intercepted(self._attention),
+            recorder.recording() as recording,
+        ):
+            call_model(self._fake.model, self._samples[0])
+        self._end_tokens()
+        return recording
 
     def _gates(self, stage: int) -> Gates:
         laid_out = self._fake.laid_out
         region = laid_out.region or SplitRegion(laid_out.group)
-        return Gates(self._fake.model, self._stages, stage, SplitResidual(laid_out.residual.entries, region))
+        residual = SplitResidual(laid_out.residual.entries, region)
+        gates = Gates(self._fake.model, self._known, stage, residual, torch.device(META))
+        gates.tell(self._recorded.described)
+        return gates
 
     def _blocks(self, stage: int) -> Sequence[str]:
-        if self._stages.num_stages == 1:
+        if self._known.stages.num_stages == 1:
             return self._fake.blocks
-        return [self._stages.chain.blocks[index] for index in self._stages.blocks[stage]]
+        return [self._known.stages.chain.blocks[index] for index in self._known.stages.blocks[stage]]
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, key: tuple[int, int]) -> None:
-        self._received[key] = received = self._receive(stage)
+        while True:
+            try:
+                return self._forward_with_needs(stage, key)
+            except StandInUsed as used:
+                if (refused := self._known.note_needs(stage, used.sources)) is not None:
+                    problem = Problem(f"stage {stage} needs {refused}", "values that earlier stages can send")
+                    raise TaskError(problem, where="the pipeline") from None
+
+    def _forward_with_needs(self, stage: int, key: tuple[int, int]) -> None:
         recompute = recompute_of(self._fake, self._fake.plan.recompute, self._blocks(stage))
-        gates = self._gates(stage) if self._stages.num_stages > 1 else None
-        closed = contextlib.nullcontext() if gates is None else gates.closed(self._templates, received)
+        received, closed = list[Tensor](), contextlib.nullcontext()
+        if self._known.stages.num_stages > 1:
+            gates, carried = self._gates(stage), Carried(self._known.received_by(stage))
+            received = self._receive(stage, gates, carried)
+            closed = gates.closed([*received, torch.empty(0, dtype=torch.uint8)], carried)
+        self._received[key] = received
         try:
             with recompute.installed(), self._halves.in_forward(), closed, self._fake.intercepted(self._attention):
                 self._outputs[key] = [self._fake.loss_of(*self._samples)]
         except StageEnd as end:
-            self._outputs[key] = end.outputs
+            self._outputs[key] = list(end.message[:-1])
 
-    def _receive(self, stage: int) -> list[Tensor]:
+    def _receive(self, stage: int, gates: Gates, carried: Carried) -> list[Tensor]:
         if stage == 0:
             return []
-        block = self._stages.boundaries()[stage - 1]
-        received = [torch.empty_like(each) for each in tree_leaves(self._templates[block].output)]
+        sources = {Source(OUTPUT, self._known.stages.boundaries()[stage - 1]), *carried.received}
+        received = [
+            torch.empty_like(leaf)
+            for source, described in self._recorded.described.items()
+            if source in sources
+            for leaf, is_sent in zip(
+                self._recorded.leaves[source], gates.travels(source, described, sources), strict=True
+            )
+            if is_sent
+        ]
         return [each.requires_grad_(each.is_floating_point()) for each in received]
 
     def _differentiate(self, key: tuple[int, int]) -> None:

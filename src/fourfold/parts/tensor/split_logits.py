@@ -41,7 +41,7 @@ class SplitLogits(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source) -> "SplitLogits":
-        logits: SplitLogits = tensor_without_memory(cls, source.shape, source.local, source.dtype)
+        logits: SplitLogits = tensor_without_memory(cls, source.shape, device=source.local.device, dtype=source.dtype)
         logits.source = source
         return logits
 

@@ -6,7 +6,7 @@ own    what belongs to this rank's stages
 Law: a rank keeps the weights of its own stages only. Every weight is that of the pipeline's first rank at the start.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.pipeline.gates import Template
+from fourfold.step.pipeline.knowledge import Knowledge
 from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
+from fourfold.step.pipeline.values import TENSOR, describe, take_apart, without_caches
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import PlanError, Problem, TaskError
 
@@ -34,6 +35,7 @@ class PipelineAxis(NamedTuple):
     ranks     that differ from this one on this axis only, by place
     skeleton  the whole model with random weights, for dry runs; the model itself if it has one stage
     tied      what the first place and the last one use together
+    known     what the first batch has shown
     others    the names in the model's `state_dict` that other stages have, and this one does not
     """
 
@@ -41,6 +43,7 @@ class PipelineAxis(NamedTuple):
     ranks: Communicator
     edges: StageEdges
     skeleton: nn.Module
+    known: Knowledge
     others: frozenset[str] = frozenset()
     tied: TiedWeights = TiedWeights()
 
@@ -69,7 +72,12 @@ class PipelineAxis(NamedTuple):
         return self.stages.modules_elsewhere(self.place)
 
     def is_own(self, name: str) -> bool:
-        """Whether a parameter or buffer is of this rank's stage. A buffer of no block is of the first one."""
+        """Whether a parameter or buffer is of this rank's stage.
+
+        A buffer of no block is of the last stage, if that writes it, else of the first one.
+        """
+        if name in self.known.late_buffers:
+            return self.is_last
         return not self.is_cut or self.stages.place_of(name) == self.place
 
     @property
@@ -100,20 +108,29 @@ class PipelineAxis(NamedTuple):
 
     # ---- what other stages have -----------------------------------------------------------------------
 
-    def last_outputs(self, outputs: Any, template: Template | None) -> Any:
-        """The last stage's outputs, on the ranks of all stages. `template`: of the model. Collective."""
+    def last_outputs(self, outputs: Any, learn: Callable[[], None]) -> Any:
+        """The last stage's outputs, on the ranks of all stages. Collective.
+
+        `learn` finds on each rank in which form they are, where no batch before had this form.
+        """
         if not self.is_cut:
             return outputs
-        tensors = list(tree_leaves(outputs)) if self.is_last else []
         last = self.num_places - 1
-        count = self.ranks.all_gather_json(len(tensors))[last]
-        assert template is not None, "a dry run comes before the first call"
-        if count != len(template.shapes):
-            got = f"a call of the model that returns {count} tensors"
-            need = f"{len(template.shapes)}, as in training: ranks of other stages do not see what they are"
+        text, described, leaves = "", [], []
+        if self.is_last:
+            form, leaves = take_apart(without_caches(outputs))
+            text, described = form.text, list(map(describe, leaves))
+        text, described = self.ranks.all_gather_json([text, described])[last]
+        if text not in self.known.outputs:
+            learn()
+        if text not in self.known.outputs:
+            got, need = f"a call of the model that returns {text}", "what it returns with all weights near others"
             raise TaskError(Problem(got, need), where="the pipeline")
-        received = [self.from_place(last, tensors[index] if tensors else None) for index in range(count)]
-        return template.filled(received)
+        filled = []
+        for index, (kind, *value) in enumerate(described):
+            is_tensor = kind == TENSOR
+            filled.append(self.from_place(last, leaves[index] if leaves else None) if is_tensor else value[0])
+        return self.known.outputs[text].build(iter(filled))
 
     def from_place(self, place: int, tensor: Tensor | None) -> Tensor:
         """A tensor of one place, on the ranks of all; that rank gives it. Collective."""
@@ -144,6 +161,11 @@ class PipelineAxis(NamedTuple):
         """Nested dicts of all stages as one: of tensors and JSON values, by name. Collective."""
         if not self.is_cut:
             return dict(own)
+        late = () if self.is_last else self.known.late_buffers
+        own = {
+            kind: {n: v for n, v in state.items() if n not in late} if kind == "model" else state
+            for kind, state in own.items()
+        }
         merged: dict[str, Any] = {}
         for place in range(self.num_places):
             tensors: list[Tensor] = []
@@ -166,7 +188,7 @@ class PipelineAxis(NamedTuple):
 
 def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator) -> PipelineAxis:
     """One stage, which is the model."""
-    return PipelineAxis(stages, ranks, StageEdges(), model)
+    return PipelineAxis(stages, ranks, StageEdges(), model, Knowledge(stages))
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -252,7 +274,7 @@ def cut(
         group["params"] = [p for p in group["params"] if id(p) in kept]
     edges = make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size)
     tied = _connect_tied(parameters, copies, stages, ranks, meter, transport)
-    return PipelineAxis(stages, ranks, edges, skeleton, others, tied)
+    return PipelineAxis(stages, ranks, edges, skeleton, Knowledge(stages), others, tied)
 
 
 def _connect_tied(

@@ -1,255 +1,223 @@
-"""Dry run of the pipeline axis: the stages of a model, one after the other, compute what the whole model computes.
+"""Dry run of the pipeline axis: this rank's stages, as they are in a step, compute what the whole model computes.
 
 skeleton   the model with random weights that take nearly no memory (`skeleton.py`): every rank has all stages of it
-templates  what the modules of other stages return in place of their outputs (`gates.py`)
-need       of a stage: the modules of earlier stages whose outputs change its own, besides the block before it
-Law: a stage computes with its weights, with what it receives, and with what the model makes of the batch alone. If it
-needs anything else, this is found, for its outputs differ.
+recorded   what the modules of the skeleton return and keep, for a few samples (`recording.py`)
+rehearsal  a stage of the real model with the skeleton's weights, which gets what was recorded in front of it
+           (`rehearsal.py`). What it needs of that is found one after the other: each raises StandInUsed
+Law: a stage computes with its weights, with what it receives, and with what the model makes of the batch alone. What
+else it needs is carried, or the plan is refused.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.step.batch import num_samples, unpack_batch
-from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
+from fourfold.parts.torch_private import own_parameters
+from fourfold.step.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.model_call import call_model, eval_mode
-from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual, StageEnd, Template, Templates
-from fourfold.step.tensor_tree import is_plain, tree_leaves, tree_map
-from fourfold.words.errors import FourfoldError, Problem, TaskError
+from fourfold.step.objective import Objective
+from fourfold.step.pipeline.axis import PipelineAxis
+from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual
+from fourfold.step.pipeline.recording import Recorder, Recording
+from fourfold.step.pipeline.rehearsal import NEED, DividedModel, Rehearsal
+from fourfold.step.pipeline.values import take_apart, without_caches
+from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.words.errors import Problem, TaskError
 
-DRY_RUN_SAMPLES = 2
-MODEL = ""  # the name under which templates have the whole model
-NEED = "blocks that are called once each, in order, and need only what modules before them returned and the batch"
-
-
-class _Call(NamedTuple):
-    """A call of one of the modules that gates replace, and its outputs."""
-
-    name: str
-    template: Template
-    outputs: list[Tensor]
+NUM_SAMPLES = 2
+WHERE = "the pipeline"
 
 
 class PipelineDryRun:
     """The dry run of one rank. `world` lies on the plan's mesh."""
 
-    def __init__(self, skeleton: nn.Module, stages: StageMap, world: Communicator, residual: SplitResidual) -> None:
-        self._skeleton, self._stages, self._world, self._residual = skeleton, stages, world, residual
-        self.templates: Templates = {}
-        """What modules of other stages return; known after the first batch with samples on this rank."""
-        self._needs: list[set[str]] = [set() for _ in stages.blocks]
-        """By stage; those that any rank has found."""
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        pipeline: PipelineAxis,
+        world: Communicator,
+        residual: SplitResidual,
+    ) -> None:
+        self._world, self._residual, self.known = world, residual, pipeline.known
+        stages = pipeline.stages
+        own = stages.stages_at(pipeline.place)
+        self._divided = DividedModel(model, pipeline.skeleton, objective, stages, own, world.device)
         self.has_ended = False
         """Whether every rank has had a batch with samples."""
 
-    def run(self, batch: Any) -> None:
-        """Compare the stages with the whole model on the first samples of a batch. Collective. Raises TaskError."""
-        inputs, _ = unpack_batch(batch)
-        few = tree_map(inputs, lambda tensor: tensor[:DRY_RUN_SAMPLES].to(self._world.device))
-        problems: list[Problem] = []
-        error: Exception | None = None
-        if num_samples(batch) and not self.templates:
-            try:
-                problems = self._compare(few)
-            except Exception as caught:  # raised below, after the other ranks have received the report
-                error = caught
-        text = None if error is None else summarize_error(error)
-        needs = [sorted(each) for each in self._needs]
-        report = {"problems": problems, "error": text, "has_templates": bool(self.templates), "needs": needs}
-        reports = self._world.all_gather_json(report)
-        if error is not None:
-            raise error
-        for rank, report in enumerate(reports):
-            if report["error"] is not None:
-                raise peer_failed(rank, report["error"])
-        found = [Problem(*problem) for report in reports for problem in report["problems"]]
-        if found:
-            raise TaskError(list(dict.fromkeys(found)), where="the pipeline")
-        self._needs = [set().union(*each) for each in zip(*(report["needs"] for report in reports), strict=True)]
-        self.has_ended = all(report["has_templates"] for report in reports)
+    def make_gates(self, stage: int) -> Gates:
+        """The gates of a stage of this rank."""
+        elsewhere = self._elsewhere()
+        return Gates(self._divided.model, self.known, stage, self._residual, self._world.device, elsewhere=elsewhere)
 
     def carried_by(self, stage: int) -> Carried:
         """What a stage receives and sends for itself and for later ones, besides its input and output."""
-        after = self._received(stage + 1) if stage + 1 < self._stages.num_stages else ()
-        return Carried(self._received(stage), after)
+        return Carried(self.known.received_by(stage), self.known.received_by(stage + 1))
 
-    def _received(self, stage: int) -> tuple[str, ...]:
-        wanted = set().union(*self._needs[stage:])
-        return tuple(name for name in self._gates(stage).may_be_carried if name in wanted)
+    def run(self, batch: Any) -> None:
+        """Rehearse this rank's stages on a few samples of a batch. Collective. Raises TaskError."""
+        problems: list[Problem] = []
+        error: Exception | None = None
+        if num_samples(batch) and not self.known.forms:
+            try:
+                problems = self._run_among_tensor_ranks(batch)
+            except Exception as caught:  # raised below, after the other ranks have received the report
+                error = caught
+            if problems or error:
+                self.known.clear()
+        text = None if error is None else summarize_error(error)
+        report = self.known.report(self._divided.own) | {"problems": problems, "error": text}
+        reports = self._world.all_gather_json(report | {"has_samples": bool(self.known.forms)})
+        if error is not None and not isinstance(error, CallMismatch):
+            raise error
+        for rank, each in enumerate(reports):
+            if each["error"]:
+                raise peer_failed(rank, each["error"])
+        found = [Problem(*problem) for each in reports for problem in each["problems"]]
+        if not found and any(each["error"] is not None for each in reports):
+            got = "tensor ranks that sum different tensors in one forward or backward"
+            found = [Problem(got, "a model that computes the same on each of them", "no branches by rank")]
+        if found:
+            raise TaskError(list(dict.fromkeys(found)), where=WHERE)
+        for each in reports:
+            self.known.merge(each)
+        self.has_ended = all(each["has_samples"] for each in reports)
 
-    def _gates(self, stage: int) -> Gates:
-        return Gates(self._skeleton, self._stages, stage, self._residual)
+    def whole_shown_to_loss(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a loss that reads weights or attributes of the model finds those of the skeleton."""
+        divided = self._divided
+        if divided.skeleton is divided.model:
+            return contextlib.nullcontext()
+        return divided.objective.calling_loss_within(divided.shown_whole)
 
-    def _compare(self, inputs: Any) -> list[Problem]:
-        with self._computing():
-            calls, returned = self._run_whole(inputs)
-            if problems := self._order_problems(calls):
-                return problems
-            by_name = {call.name: call for call in calls}
-            templates = {call.name: call.template for call in calls} | {
-                MODEL: Template.of(_without_caches(returned), inputs)
-            }
-            expected = [by_name[name].outputs for name in self._stages.boundaries()]
-            expected.append([each.clone() for each in tree_leaves(returned)])
-            outputs, received = {call.name: call.outputs for call in calls}, []
-            for stage, wanted in enumerate(expected):
-                run = _StageRun(stage, inputs, templates, received, outputs)
-                if problem := self._find_needs(run, wanted):
-                    return [problem]
-                received = wanted
-        self.templates = templates
-        return []
+    def learn_outputs(self, inputs: Any) -> None:
+        """Find in which form the model returns its outputs for these inputs. Collective among tensor ranks."""
+        skeleton = self._divided.skeleton
+        with preserve_module(skeleton), eval_mode(skeleton), torch.no_grad(), self._divided.computing(skeleton):
+            form, _ = take_apart(without_caches(call_model(skeleton, inputs)))
+        self.known.outputs[form.text] = form
 
-    def _find_needs(self, run: "_StageRun", wanted: list[Tensor]) -> Problem | None:
-        """Find what a stage needs; a problem if its outputs are others even with all that earlier modules returned."""
-        candidates = self._gates(run.stage).may_be_carried
-        if self._is_computed(run, wanted, unknown=candidates):
-            return None
-        if problem := self._difference(run.stage, self._run_stage(run, candidates, ()), wanted):
-            return problem
-        needs = [name for name in candidates if not self._is_computed(run, wanted, unknown=[name])]
-        rest = [name for name in candidates if name not in needs]
-        self._needs[run.stage] |= set(needs if self._is_computed(run, wanted, unknown=rest) else candidates)
-        return None
+    # ---- this rank ------------------------------------------------------------------------------------------
 
-    def _is_computed(self, run: "_StageRun", wanted: list[Tensor], *, unknown: Sequence[str]) -> bool:
-        """Whether a stage's outputs are these although it does not know what some modules returned."""
+    def _run_among_tensor_ranks(self, batch: Any) -> list[Problem]:
+        """A rank that fails tells the other tensor ranks at their next collective, so none waits for it."""
+        region = self._residual.region
+        group = CheckedTensorGroup(region.group, self._world.device)
+        has_failed = True
         try:
-            got = self._run_stage(run, self._gates(run.stage).may_be_carried, unknown)
-        except TaskError:  # the model itself has refused what it cannot know
-            return False
-        return _is_equal(got, wanted)
+            with region.with_group(group):
+                problems = self._run_samples(batch)
+            has_failed = False
+            return problems
+        finally:
+            if group.size > 1:
+                with contextlib.suppress(CallMismatch):
+                    group.finish(has_failed=has_failed)
+
+    def _run_samples(self, batch: Any) -> list[Problem]:
+        model, skeleton = self._divided.model, self._divided.skeleton
+        for module, before in zip(skeleton.modules(), model.modules(), strict=True):
+            module.training = before.training
+        first, other = self._parts(*unpack_batch(batch))
+        with self._own_gradients() as trained, preserve_module(skeleton), preserve_module(model):
+            recordings = [self._record(part, trained) for part in (first, other)]
+            if problems := self._order_problems(recordings[0].calls) or self._checkpoint_problems(recordings[0]):
+                return problems
+            if self.known.attributes:  # some may have been found in the second one only
+                recordings = [self._record(part, trained) for part in (first, other)]
+            self.known.first.update(recordings[0].described)
+            samples = list(zip((first, other), recordings, strict=True))
+            if problems := self._rehearse(samples):
+                return problems
+            with eval_mode(skeleton), eval_mode(model), torch.no_grad():
+                return self._rehearse([(first, self._record(first, trained))])
+
+    def _parts(self, inputs: Any, targets: Any) -> list[Microbatch]:
+        """A few samples; and as many of the others, in another order."""
+
+        def last(tensor: Tensor) -> Tensor:
+            return tensor[-NUM_SAMPLES:].flip(0)
+
+        both = (inputs, targets)
+        few = [tree_map(both, lambda tensor: tensor[:NUM_SAMPLES]), tree_map(both, last)]
+        return [split_microbatches(each, 1, self._world.device)[0] for each in few]
 
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        with (
-            torch.no_grad(),
-            preserve_module(self._skeleton),
-            eval_mode(self._skeleton),
-            without_randomness(self._world.device),
-        ):
-            yield
-
-    def _run_whole(self, inputs: Any) -> tuple[list[_Call], Any]:
-        """The calls of blocks, and of modules in front of them, and what the model returned."""
-        calls: list[_Call] = []
-        hooks = []
-        for name in (*self._stages.chain.before, *self._stages.chain.blocks):
-
-            def record(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                template = Template.of(output, (args, kwargs))
-                calls.append(_Call(name, template, [each.clone() for each in tree_leaves(output)]))
-
-            hooks.append(self._skeleton.get_submodule(name).register_forward_hook(record, with_kwargs=True))
+    def _own_gradients(self) -> Iterator[set[nn.Parameter]]:
+        """Within, only weights of this rank's stages need gradients: of others, these would take the memory that the
+        skeleton does not. Gives all that are trained."""
+        divided = self._divided
+        trained = {name: p for name, p in divided.skeleton.named_parameters() if p.requires_grad}
+        others = [p for name, p in trained.items() if not divided.is_own(name) and name not in divided.stages.chain.own]
+        for p in others:
+            p.requires_grad_(False)
         try:
-            return calls, call_model(self._skeleton, inputs)
+            yield set(trained.values())
         finally:
-            for hook in hooks:
-                hook.remove()
+            for p in others:
+                p.requires_grad_(True)
 
-    def _order_problems(self, calls: list[_Call]) -> list[Problem]:
-        chain = self._stages.chain
-        called = [call.name for call in calls if call.name in chain.blocks]
+    def _record(self, part: Microbatch, trained: set[nn.Parameter]) -> Recording:
+        """Run the whole model, and its loss."""
+        divided, skeleton = self._divided, self._divided.skeleton
+        recorder = Recorder(skeleton, self.known, trained, divided.own)
+        with recorder.recording() as recording, divided.computing(skeleton), self.whole_shown_to_loss():
+            returned = call_model(skeleton, part.inputs)
+            recording.losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
+        self.known.attributes[:] = sorted({*self.known.attributes, *recording.attributes})
+        form, leaves = take_apart(without_caches(returned))
+        self.known.outputs[form.text] = form
+        recording.outputs = [each.detach().clone() for each in leaves if isinstance(each, Tensor)]
+        return recording
+
+    def _order_problems(self, calls: list[str]) -> list[Problem]:
+        chain = self._divided.stages.chain
+        called = [name for name in calls if name in chain.blocks]
         if called != list(chain.blocks):
             wrong = next((name for name in chain.blocks if called.count(name) != 1), None)
             got = "blocks in another order" if wrong is None else f"{wrong} called {called.count(wrong)} times"
             return [Problem(f"{got} in one forward", NEED, "pp = 1")]
-        before = [call.name for call in calls if call.name in chain.before]
-        repeated = [name for name in dict.fromkeys(before) if before.count(name) > 1]
-        missing = [name for name in chain.before if name not in before]
-        if repeated or missing:
-            name = (repeated or missing)[0]
-            got = f"{name}, which has weights, called {before.count(name)} times in one forward"
-            return [Problem(got, "a module in front of the blocks that is called once", "pp = 1")]
-        names, (first_exit, *_) = [call.name for call in calls], self._stages.boundaries()
-        if late := [name for name in before if names.index(name) > names.index(first_exit)]:
+        first_exit = self._divided.stages.boundaries()[0]
+        before = [name for name in calls if name in chain.before]
+        if late := [name for name in before if calls.index(name) > calls.index(first_exit)]:
             got = f"{late[0]}, which has weights and is defined in front of the blocks, called behind {first_exit}"
             attempt = "a model that defines it behind the blocks, or pp = 1"
             return [Problem(got, "modules defined in front of the blocks that are called on the first stage", attempt)]
         return []
 
-    def _run_stage(self, run: "_StageRun", carried: Sequence[str], unknown: Sequence[str]) -> list[Tensor]:
-        """A stage's outputs. `unknown`: those of the carried modules whose outputs are replaced by NaN."""
-        outputs: Any
-        stage, received = run.stage, list(run.received)
-        for name in carried:
-            received += [_unknown(each) if name in unknown else each.clone() for each in run.outputs[name]]
-        try:
-            with (
-                self._own_weights_only(stage),
-                self._gates(stage).closed(run.templates, received, Carried(tuple(carried))),
-            ):
-                outputs = call_model(self._skeleton, run.inputs)
-        except StageEnd as end:
-            outputs = end.outputs
-        except FourfoldError:
-            raise
-        except Exception as error:
-            blocks = self._stages.blocks[stage]
-            names = self._stages.chain.blocks
-            where = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
-            problem = Problem(f"{where} fails by itself: {summarize_error(error)}", NEED, "pp = 1")
-            raise TaskError(problem, where="the pipeline") from error
-        return [each.clone() for each in tree_leaves(outputs)]
+    def _checkpoint_problems(self, recording: Recording) -> list[Problem]:
+        """A checkpoint is computed again as a whole, so a stage cannot end inside of one."""
+        blocks, calls = self._divided.stages.chain.blocks, recording.checkpoints
+        for block, following in itertools.pairwise(blocks):
+            if block in self._divided.stages.boundaries() and calls[block] and calls[block] is calls[following]:
+                got = f"a stage that ends with {block}, which is in one checkpoint with {following}"
+                attempt = 'stages that end where checkpoints do, or recompute = "full" in the plan in place of these'
+                return [Problem(got, "checkpoints inside of one stage", attempt)]
+        return []
 
-    @contextlib.contextmanager
-    def _own_weights_only(self, stage: int) -> Iterator[None]:
-        """Within, the weights of other stages are NaN: in a step, this stage does not have them."""
-        named = list(self._skeleton.named_parameters(remove_duplicate=False))
-        own = {id(p) for name, p in named if self._stages.stage_of(name) == stage}
-        others = [(p, p.data) for p in self._skeleton.parameters() if id(p) not in own and p.is_floating_point()]
-        for p, data in others:
-            p.data = data.new_full((), torch.nan).expand(data.shape)
-        try:
-            yield
-        finally:
-            for p, data in others:
-                p.data = data
+    def _rehearse(self, samples: list[tuple[Microbatch, Recording]]) -> list[Problem]:
+        """Rehearse this rank's stages."""
+        for stage in self._divided.own:
+            for part, recording in samples:
+                if problem := Rehearsal(self._divided, self.known, self.make_gates(stage), part, recording).run():
+                    return [problem]
+        return []
 
-    def _difference(self, stage: int, got: list[Tensor], wanted: list[Tensor]) -> Problem | None:
-        """A problem unless a stage's outputs are those of the whole model."""
-        if _is_equal(got, wanted):
-            return None
-        blocks, names = self._stages.blocks[stage], self._stages.chain.blocks
-        where = f"stage {stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
-        text = f"other outputs of {where} by itself than in the whole model"
-        attempt = "no weights that two stages use, but for an embedding tied to a head; or pp = 1"
-        return Problem(text, NEED, attempt)
-
-
-class _StageRun(NamedTuple):
-    """What a stage is tried with: the batch, what it receives, and what all modules have returned."""
-
-    stage: int
-    inputs: Any
-    templates: Templates
-    received: list[Tensor]
-    outputs: Mapping[str, list[Tensor]]
-
-
-def _unknown(tensor: Tensor) -> Tensor:
-    """A tensor that shows where it is used: what is computed with NaN is NaN."""
-    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.zeros_like(tensor)
-
-
-def _without_caches(returned: Any) -> Any:
-    """A model's outputs without objects that have a state of their own: those of a dry run are no later call's."""
-    if not isinstance(returned, dict):
-        return returned
-    kept = {name: each for name, each in returned.items() if is_plain(each)}
-    return kept if type(returned) is dict else type(returned)(**kept)
-
-
-def _is_equal(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return len(got) == len(wanted) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
-        for a, b in zip(got, wanted, strict=True)
-    )
+    def _elsewhere(self) -> dict[str, Tensor]:
+        """The parameters of other stages, without the copies of tied ones."""
+        model, stages, found = self._divided.model, self._divided.stages, dict[str, Tensor]()
+        for name, like in self._divided.skeleton.named_parameters(remove_duplicate=False):
+            path, _, key = name.rpartition(".")
+            is_dropped = own_parameters(model.get_submodule(path)).get(key, like) is None
+            if is_dropped or (name in stages.chain.own and stages.stage_of(name) not in self._divided.own):
+                found[name] = like
+        return found

@@ -1,112 +1,66 @@
 """Gates: the model's own forward, of which only one stage is computed.
 
-gate         what a block of another stage does in place of its forward
-placeholder  zeros, without memory, in the shape and dtype of what a module would return
-carried      outputs of earlier modules that a stage needs besides that of the block before its first one: of a
-             connection that skips blocks over a boundary; they and their gradients travel with it
+gate     what a module of an earlier stage does in place of its forward: it returns what it returned there, if that was
+         sent, else stand-ins (`stand_in.py`)
+carried  values that a stage is sent besides the output of the block before its first one, because it needs them
+told     what the stage before says of all values in front of this stage: shapes, numbers; the last tensor of a message,
+         without elements if it is as in the message before
 Law: a stage computes what the whole model computes between the outputs of the block before its first one and of its
-last one. What the model makes of the batch alone (rotary angles, masks) exists on every stage.
+last one. What it needs and is not sent raises StandInUsed.
 
-The forward runs as the user wrote it. Modules of earlier stages return placeholders, the block just before the stage's
-first one returns what was received, as do those whose outputs are carried, and after its last block a stage leaves the
-forward.
+The forward runs as the user wrote it. After its last block a stage leaves it.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.parts.tensor.split_region import SplitRegion
-from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.parts.torch_private import own_parameters
+from fourfold.step.pipeline.knowledge import Knowledge, is_of
+from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, UnknownValue, sources_of
+from fourfold.step.pipeline.values import (
+    TENSOR,
+    Described,
+    Form,
+    Known,
+    decode,
+    describe,
+    encode,
+    stand_in_of,
+    take_apart,
+    tensors_among,
+)
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import Problem, TaskError
 
 
 class StageEnd(BaseException):
     """A stage has ended within the model's forward. Not an Exception: a model may catch these."""
 
-    def __init__(self, outputs: Any) -> None:
-        self.outputs = outputs
-
-
-class OutputShape(NamedTuple):
-    """The shape and dtype of a returned tensor.
-
-    dims      its sizes in the dry run
-    sources   by dim: the argument of the module that has the same size at this dim; None: none has
-    dtype_of  the argument with its dtype; None: none has
-    """
-
-    dims: tuple[int, ...]
-    sources: tuple[int | None, ...]
-    dtype: torch.dtype
-    dtype_of: int | None
-
-    @classmethod
-    def of(cls, output: Tensor, given: Sequence[Tensor]) -> Self:
-        """That of a tensor which a module has returned for these arguments."""
-        sources = tuple(
-            _first(given, lambda t, d=dim, n=size: t.dim() > d and t.shape[d] == n)
-            for dim, size in enumerate(output.shape)
-        )
-        dtype_of = _first(given, lambda t: t.dtype == output.dtype)
-        return cls(tuple(output.shape), sources, output.dtype, dtype_of)
-
-    def zeros(self, given: Sequence[Tensor]) -> Tensor:
-        """Zeros in the shape that the module would return for these arguments; they have one element of memory."""
-        dims = (
-            size if source is None else given[source].shape[dim]
-            for dim, (size, source) in enumerate(zip(self.dims, self.sources, strict=True))
-        )
-        dtype = self.dtype if self.dtype_of is None else given[self.dtype_of].dtype
-        device = given[0].device if given else torch.device("cpu")
-        return torch.zeros((), dtype=dtype, device=device).expand(tuple(dims))
-
-
-class Template(NamedTuple):
-    """What a module returned in the dry run: its containers with tensors on the meta device, and their shapes."""
-
-    output: Any
-    shapes: tuple[OutputShape, ...]
-
-    @classmethod
-    def of(cls, output: Any, arguments: Any) -> Self:
-        """That of what a module has returned for these arguments."""
-        given = list(tree_leaves(arguments))
-        shapes = tuple(OutputShape.of(each, given) for each in tree_leaves(output))
-        return cls(tree_map(output, lambda each: torch.empty_like(each, device="meta")), shapes)
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The same containers with other tensors."""
-        values = iter(tensors)
-        return tree_map(self.output, lambda _: next(values))
-
-    def placeholder(self, *args: Any, **kwargs: Any) -> Any:
-        """What a module of an earlier stage returns."""
-        given = list(tree_leaves((args, kwargs)))
-        return self.filled([each.zeros(given) for each in self.shapes])
-
-
-Templates = Mapping[str, Template]
+    def __init__(self, outputs: Sequence[Tensor], message: Sequence[Tensor]) -> None:
+        self.outputs, self.message = outputs, message
 
 
 class Carried(NamedTuple):
-    """The modules whose outputs a stage receives, and those whose it sends, besides its own input and output."""
+    """The values that a stage receives, and those that it sends, besides its own input and output."""
 
-    received: tuple[str, ...] = ()
-    sent: tuple[str, ...] = ()
+    received: frozenset[Source] = frozenset()
+    sent: frozenset[Source] = frozenset()
 
 
 NOTHING_CARRIED = Carried()
+WEIGHT_FORM = Form("*", next)
 
 
 class SplitResidual(NamedTuple):
     """Where tensor ranks begin to hold some tokens of hidden tensors: the modules at whose entry; empty: nowhere.
 
-    Stages send each other these tokens only. How many there are altogether, a stage sees of the placeholders.
+    Stages send each other these tokens only. How many there are altogether, a stage sees of the stand-ins.
     """
 
     entries: frozenset[str]
@@ -114,93 +68,223 @@ class SplitResidual(NamedTuple):
 
 
 class Gates:
-    """The gates of one stage of a model."""
+    """The gates of one stage of a model.
 
-    def __init__(self, model: nn.Module, stages: StageMap, stage: int, residual: SplitResidual) -> None:
-        self.stage, self.chain, self._model, self._residual = stage, stages.chain, model, residual
+    elsewhere   parameters of other stages, by name; the model has None in their place
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        known: Knowledge,
+        stage: int,
+        residual: SplitResidual,
+        device: torch.device,
+        *,
+        elsewhere: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        stages = known.stages
+        self.stage, self.chain, self._model, self._learned = stage, stages.chain, model, known
+        self._residual, self._device = residual, device
         blocks, names = stages.blocks[stage], stages.chain.blocks
-        self._skipped = [*stages.chain.before, *names[: max(0, blocks.start - 1)]] if stage else []
-        self._input_block = names[blocks.start - 1] if stage else None
-        self._exit = names[blocks.stop - 1] if stage < stages.num_stages - 1 else None
+        self._replaced = [*stages.chain.before, *names[: blocks.start]] if stage else []
+        self._own = [*([] if stage else stages.chain.before), *names[blocks.start : blocks.stop]]
+        self._input = Source(OUTPUT, names[blocks.start - 1]) if stage else None
+        self.exit = Source(OUTPUT, names[blocks.stop - 1]) if stage < stages.num_stages - 1 else None
+        """The output of the stage's last block; None: the stage is the last."""
+        weights = {Source(WEIGHT, name): each for name, each in (elsewhere or {}).items()}
+        self._weights = {each: StandIn.like(like.shape, like.dtype, device, each) for each, like in weights.items()}
+        self._known: Known = {}
+        """What the last message has told."""
+        self._told: Known = {}
+        """What this stage has told last."""
+        self._shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        """Weights and attributes of other stages as they are in the last forward: where, and what."""
 
-    @property
-    def may_be_carried(self) -> Sequence[str]:
-        """The modules whose outputs the stage may need, besides that of the block before it."""
-        return self._skipped
+    def tell(self, known: Known) -> None:
+        """What the last message has told, of a stage that gets no messages."""
+        self._known = known
 
     @contextlib.contextmanager
-    def closed(
-        self, templates: Templates, received: Sequence[Tensor], carried: Carried = NOTHING_CARRIED
-    ) -> Iterator[None]:
+    def closed(self, received: Sequence[Tensor], carried: Carried = NOTHING_CARRIED) -> Iterator[None]:
         """Within, a call of the model computes this stage, from what the stage before has sent.
 
-        Unless it is the last stage, the call raises StageEnd with the outputs, those that are carried last.
+        Unless it is the last stage, the call raises StageEnd with the tensors to send.
         """
-        given = self._given(templates, received, carried)
-        sent = {name: list(tree_leaves(given[name])) for name in carried.sent if name in given}
-        replaced: list[tuple[nn.Module, Any]] = []
-
-        def gate(name: str, function: Callable[..., Any]) -> None:
-            module = self._model.get_submodule(name)
-            replaced.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = self._beginning_tokens(function) if self._splits_at(name) else function
+        given, calls = self._given(received, carried.received), dict[str, int]()
+        self._shown = self._show(given)
+        described: dict[Source, Sequence[Described]] = {}
+        sent = {
+            source: _copies(leaves)  # before the model writes into them
+            for source, leaves in given.items()
+            if any(self.travels(source, self._known[source], carried.sent))
+        }
+        if not self.stage:
+            weights = self._own_weights(carried.sent)
+            sent |= weights
+            described |= {each: (describe(weight),) for each, (weight,) in weights.items()}
 
         def keep(name: str, output: Any) -> None:
-            sent[name] = list(tree_leaves(output))
+            for source, value in self._values(name, output, calls):
+                form, leaves = take_apart(value)
+                if not self._has_known_form(source, form, carried.sent):
+                    continue
+                described[source] = tuple(map(describe, leaves))
+                if source == self.exit:
+                    sent[source] = leaves
+                    raise StageEnd(tensors_among(leaves), self._message(sent, described, carried.sent))
+                if any(self.travels(source, described[source], carried.sent)):
+                    sent[source] = _copies(leaves)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            raise StageEnd([*tree_leaves(output), *itertools.chain.from_iterable(sent[name] for name in carried.sent)])
-
-        for name in self._skipped:
-            if name not in given:
-                gate(name, templates[name].placeholder)
-        for name, output in given.items():
-            gate(name, lambda *args, output=output, **kwargs: output)
-        hooks = [
-            self._model.get_submodule(name).register_forward_hook(lambda m, args, output, name=name: keep(name, output))
-            for name in carried.sent
-            if name not in given
-        ]
-        if self._exit is not None:
-            hooks.append(self._model.get_submodule(self._exit).register_forward_hook(leave))
+        hooks = []
+        for name in self._own:
+            hook = functools.partial(lambda name, module, args, output: keep(name, output), name)
+            # Before the user's hooks: these run on later stages too, where the gate returns what is sent.
+            hooks.append(self._model.get_submodule(name).register_forward_hook(hook, prepend=True))
+        modules = {name: vars(self._model.get_submodule(name)) for name in self._replaced}
+        gates = [(module, "forward", self._gate(name, given, calls)) for name, module in modules.items()]
         try:
-            yield
+            with replaced(gates), self.shown():
+                yield
         finally:
             self.end_tokens()
             for hook in hooks:
                 hook.remove()
-            for module, before in reversed(replaced):
-                if before is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = before
 
-    def _given(self, templates: Templates, received: Sequence[Tensor], carried: Carried) -> dict[str, Any]:
-        """By module of an earlier stage: what it returned there."""
-        if self._input_block is None:
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within, weights and attributes of other stages are those of the last forward, or stand-ins."""
+        with replaced(self._shown):
+            yield
+
+    # ---- what comes in ------------------------------------------------------------------------------------------
+
+    def _given(self, received: Sequence[Tensor], carried: Collection[Source]) -> dict[Source, list[Any]]:
+        """By source of which something has been sent: its leaves."""
+        if self._input is None:
             return {}
-        tensors = iter([_writable(each) for each in received])
-        return {
-            name: templates[name].filled([next(tensors) for _ in templates[name].shapes])
-            for name in (self._input_block, *carried.received)
-        }
+        *sent, told = received
+        if told.numel():
+            self._known = decode(told)
+        tensors, given = iter([_writable(each) for each in sent]), {}
+        for source, described in self._known.items():
+            travels = self.travels(source, described, {self._input, *carried})
+            if any(travels) or source == self._input or source in carried:
+                pairs = zip(described, travels, strict=True)
+                given[source] = [next(tensors) if sent else self._stand_in(source, each) for each, sent in pairs]
+        return given
 
-    def _splits_at(self, name: str) -> bool:
-        return name in self._residual.entries
+    def travels(self, source: Source, described: Sequence[Described], carried: Collection[Source | None]) -> list[bool]:
+        """Which leaves of a value are sent: the tensors, of one that is carried; of another one those that were none in
+        the first batch, as of a mask that some batches do not need."""
+        first = self._learned.first.get(source, described)
+        was_tensor = [index >= len(first) or first[index][0] == TENSOR for index in range(len(described))]
+        is_carried = source in carried
+        return [each[0] == TENSOR and (is_carried or not was) for each, was in zip(described, was_tensor, strict=True)]
 
-    def _beginning_tokens(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A gate at whose entry hidden tensors would be split."""
+    def _stand_in(self, source: Source, described: Described) -> Any:
+        return stand_in_of(described, self._device, source)
 
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
-            self._residual.region.begin_tokens(hidden)
-            return function(*args, **kwargs)
+    def _filled(self, source: Source, leaves: Sequence[Any] | None = None) -> Any:
+        """A value of an earlier stage, of these leaves; None: of stand-ins."""
+        form = WEIGHT_FORM if source.kind == WEIGHT else self._learned.forms.get(source)
+        if form is None or (leaves is None and source not in self._known):
+            raise StandInUsed([source])
+        if leaves is None:
+            leaves = [self._stand_in(source, each) for each in self._known[source]]
+        return form.build(iter(leaves))
 
-        return begin
+    def _gate(self, name: str, given: Mapping[Source, Sequence[Any]], calls: dict[str, int]) -> Callable[..., Any]:
+        """What a module of an earlier stage does in place of its forward."""
+
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            source = Source(OUTPUT, name, calls.get(name, 0))
+            calls[name] = source.call + 1
+            if name in self._residual.entries:
+                hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
+                self._residual.region.begin_tokens(hidden)
+            return self._filled(source, given.get(source))
+
+        return gate
+
+    def _show(self, given: Mapping[Source, Sequence[Any]]) -> list[tuple[MutableMapping[str, Any], str, Any]]:
+        shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        for source, weight in self._weights.items():
+            path, _, key = source.name.rpartition(".")
+            module, (value,) = self._model.get_submodule(path), given.get(source, [weight])
+            is_around = source.name in self.chain.own  # the forward of the module around the chain reads it
+            shown.append((vars(module) if is_around else own_parameters(module), key, value))
+        for source in self._learned.attributes:
+            if self._learned.is_in_front(self.stage, source):
+                path, _, key = source.name.rpartition(".")
+                is_known = source in given or source in self._known
+                value = self._filled(source, given.get(source)) if is_known else UnknownValue(source)
+                shown.append((vars(self._model.get_submodule(path)), key, value))
+        return shown
+
+    # ---- what goes out ------------------------------------------------------------------------------------------
+
+    def _values(self, name: str, output: Any, calls: dict[str, int]) -> Iterator[tuple[Source, Any]]:
+        """What a module of this stage keeps and returns."""
+        for source in self._learned.attributes:
+            path, _, key = source.name.rpartition(".")
+            if is_of(source, name) and key in (attributes := vars(self._model.get_submodule(path))):
+                yield source, attributes[key]
+        index = calls.get(name, 0)
+        calls[name] = index + 1
+        yield Source(OUTPUT, name, index), output
+
+    def _own_weights(self, carried: Collection[Source]) -> dict[Source, list[Tensor]]:
+        named = dict(self._model.named_parameters())
+        return {each: [named[each.name]] for each in carried if each.kind == WEIGHT}
+
+    def _has_known_form(self, source: Source, form: Form, carried: Collection[Source]) -> bool:
+        """Whether a value has the form that later stages know. Raises TaskError if it has not, and one needs it."""
+        known = self._learned.forms.get(source)
+        is_known = known is None or known.text == form.text
+        if known is not None and not is_known and (source.kind == OUTPUT or source in carried):
+            got = f"{source}: {form.text}, and {known.text} in the first batch"
+            need = "dicts, lists and tuples of one form in all batches"
+            raise TaskError(Problem(got, need, "None in place of what is left out"), where="the pipeline")
+        return is_known
+
+    def _message(
+        self, sent: Mapping[Source, Sequence[Any]], described: Known, carried: Collection[Source]
+    ) -> list[Tensor]:
+        """What the next stage is sent."""
+        known = {**self._known, **described}
+        tensors = [
+            sent[source][index] if source in sent else self._stand_in(source, leaves[index])
+            for source, leaves in known.items()
+            for index, travels in enumerate(self.travels(source, leaves, {self.exit, *carried}))
+            if travels
+        ]
+        if missing := sources_of(tensors):
+            raise StandInUsed(missing, line="")
+        is_news = known != self._told
+        self._told = known
+        told = encode(known, self._device) if is_news else torch.empty(0, dtype=torch.uint8, device=self._device)
+        return [*tensors, told]
 
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""
         self._residual.region.end_tokens()
+
+
+@contextlib.contextmanager
+def replaced(values: Sequence[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
+    """Within, these dicts have these values under these keys."""
+    before = [(place, key, place.get(key), key in place) for place, key, _ in values]
+    for place, key, value in values:
+        place[key] = value
+    try:
+        yield
+    finally:
+        for place, key, value, was_there in reversed(before):
+            if was_there:
+                place[key] = value
+            else:
+                place.pop(key, None)
 
 
 class _Received(torch.autograd.Function):
@@ -222,5 +306,6 @@ def _writable(received: Tensor) -> Tensor:
     return cast(Tensor, _Received.apply(received)) if received.requires_grad else received
 
 
-def _first(given: Sequence[Tensor], accepts: Callable[[Tensor], bool]) -> int | None:
-    return next((index for index, tensor in enumerate(given) if accepts(tensor)), None)
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves of which the model may write into its own afterwards."""
+    return [each.clone() if isinstance(each, Tensor) else each for each in leaves]

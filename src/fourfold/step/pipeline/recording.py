@@ -1,0 +1,133 @@
+"""Recording: what the modules of a whole model return and keep in one run, for the rehearsals of its stages.
+
+Law: autograd's graph is cut behind each module that is recorded, so that gradients can be followed from any place to
+any other one.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.checkpoints import current_checkpoint
+from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.stand_in import ATTRIBUTE, OUTPUT, WEIGHT, Source
+from fourfold.step.pipeline.values import Described, describe, take_apart, tensors_among
+
+
+@dataclass
+class Recording:
+    """What one run of the skeleton has shown, by source and leaf.
+
+    leaves      values as the model went on with them; tensors are leaves of autograd's graph
+    raw         the same as the modules made them, with their graph
+    losses      the tensors of the loss; outputs: of the model
+    calls       the modules in the order of their calls
+    attributes  of modules, that the run has written
+    checkpoints by module: the call of the checkpoint that it ran in
+    """
+
+    leaves: dict[Source, list[Any]] = field(default_factory=dict)
+    raw: dict[Source, list[Any]] = field(default_factory=dict)
+    described: dict[Source, tuple[Described, ...]] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    attributes: set[Source] = field(default_factory=set)
+    checkpoints: dict[str, FrameType | None] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records one run of the skeleton. It cuts autograd's graph behind each module that it records."""
+
+    def __init__(
+        self, skeleton: nn.Module, known: Knowledge, trained: set[nn.Parameter], own: Collection[int] = ()
+    ) -> None:
+        """`trained`: the parameters that are trained, of all ranks. `own`: the stages whose graph is kept, if autograd
+        is on; that of the others would take memory.
+        """
+        self._skeleton, self._known, self._trained, self._own = skeleton, known, trained, own
+        self._has_gradients = False
+        """Whether autograd was on where the module that runs was called."""
+        self._is_trained = self._is_on = False
+        self._recording = Recording(attributes=set(known.attributes))
+        self._before = {
+            each: {key: _contents(value) for key, value in vars(each).items()} for each in skeleton.modules()
+        }
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recording]:
+        hooks, chain = [], self._known.stages.chain
+        for name in (*chain.before, *chain.blocks):
+
+            def begin(module: nn.Module, args: Any, name: str = name) -> None:
+                if self._is_on:
+                    self._has_gradients = torch.is_grad_enabled()
+                    torch.set_grad_enabled(self._has_gradients and self._is_own(name))
+
+            def record(module: nn.Module, args: Any, output: Any, name: str = name) -> Any:
+                return self._record(name, module, output) if self._is_on else None
+
+            module = self._skeleton.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(begin))
+            # The user's hooks get what is recorded: they run on each stage, as those of its own modules do.
+            hooks.append(module.register_forward_hook(record, prepend=True))
+        self._is_on = True  # not in the second forward of a checkpoint
+        for name in chain.own:
+            source, weight = Source(WEIGHT, name), self._skeleton.get_parameter(name)
+            self._recording.leaves[source], self._recording.described[source] = [weight], (describe(weight),)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it is now, it will be again
+                yield self._recording
+        finally:
+            self._is_on = False
+            for hook in hooks:
+                hook.remove()
+
+    def _is_own(self, name: str) -> bool:
+        return self._known.stages.stage_of(name) in self._own
+
+    def _record(self, name: str, module: nn.Module, output: Any) -> Any:
+        stages = self._known.stages
+        is_behind = name == stages.chain.blocks[-1] and stages.num_stages - 1 not in self._own
+        torch.set_grad_enabled(self._has_gradients and not is_behind)
+        self._is_trained = self._is_trained or any(p in self._trained for p in module.parameters())
+        for path, each in module.named_modules(prefix=name):
+            for key, value in list(vars(each).items()):
+                source, before = Source(ATTRIBUTE, f"{path}.{key}"), self._before[each].get(key)
+                if not key.startswith("_") and (source in self._recording.attributes or _is_changed(value, before)):
+                    self._recording.attributes.add(source)
+                    vars(each)[key] = self._keep(source, value)
+        source = Source(OUTPUT, name, self._recording.calls.count(name))
+        self._recording.calls.append(name)
+        self._recording.checkpoints[name] = current_checkpoint()
+        return self._keep(source, output)
+
+    def _keep(self, source: Source, value: Any) -> Any:
+        """Record a value; returns it with tensors that begin a graph."""
+        form, leaves = take_apart(value)
+        self._known.forms.setdefault(source, form)
+        cut = [self._cut(each) if isinstance(each, Tensor) else each for each in leaves]
+        self._recording.leaves[source] = cut
+        if any(each.requires_grad for each in tensors_among(leaves)):
+            self._recording.raw[source] = leaves
+        self._recording.described[source] = tuple(map(describe, cut))
+        return form.build(iter([each.clone() if isinstance(each, Tensor) else each for each in cut]))
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        needs = tensor.requires_grad or (self._is_trained and self._has_gradients and tensor.is_floating_point())
+        return tensor.detach().clone().requires_grad_(needs)
+
+
+def _contents(value: Any) -> list[Any]:
+    """An attribute, and what it holds if it is a list or a dict."""
+    return [value, *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())]
+
+
+def _is_changed(value: Any, before: list[Any] | None) -> bool:
+    now = _contents(value)
+    return before is None or len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))

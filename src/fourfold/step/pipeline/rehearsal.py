@@ -1,0 +1,289 @@
+"""Rehearsal: one stage of the real model, forward and backward, with what was recorded in front of it.
+
+Law: the stage sends what was recorded behind it, or returns the recorded outputs and loss; and with the same gradients
+behind it, it has the recorded gradients of what it received and of its weights.
+"""
+
+import contextlib
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.parts.torch_private import own_buffers, own_parameters, swapped_state
+from fourfold.step.batch import Microbatch
+from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.loss_check import summarize_error
+from fourfold.step.model_call import call_model
+from fourfold.step.objective import Objective
+from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Carried, Gates, StageEnd, replaced
+from fourfold.step.pipeline.knowledge import Knowledge, is_of
+from fourfold.step.pipeline.recording import Recording
+from fourfold.step.pipeline.reentrant import ReentrantCheck
+from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
+from fourfold.step.pipeline.tied import aliases_of
+from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches
+from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+NEED = "blocks that are called once each, in order, and need only what modules before them returned and the batch"
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+GRADIENT_TOLERANCE = 10  # times that of outputs, of the largest gradient of a tensor
+Roots = Sequence[tuple[Tensor, Tensor]]
+"""Tensors, and the gradients that a backward begins with."""
+
+
+class DividedModel(NamedTuple):
+    """A model of which this rank has the stages `own`, and its skeleton, which has all of them."""
+
+    model: nn.Module
+    skeleton: nn.Module
+    objective: Objective
+    stages: StageMap
+    own: range
+    device: torch.device
+
+    def is_own(self, parameter: str) -> bool:
+        """Whether this rank's stages compute with a parameter, by this name or as a tied one."""
+        names = [parameter, *(alias for alias, name in aliases_of(self.stages.ties).items() if name == parameter)]
+        return any(self.stages.stage_of(name) in self.own for name in names)
+
+    @contextlib.contextmanager
+    def computing(self, model: nn.Module) -> Iterator[None]:
+        """Within, one of the two models computes with the skeleton's weights and copies of its buffers."""
+        named = dict(self.skeleton.named_parameters(remove_duplicate=False))
+        state = {name: named[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = dict(self.skeleton.named_buffers())
+        state |= {name: buffers[name].detach().clone() for name, _ in model.named_buffers()}
+        copies: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        for alias in aliases_of(self.stages.ties):  # which are in no list of parameters
+            path, _, key = alias.rpartition(".")
+            attributes = vars(model.get_submodule(path))
+            copies += [(attributes, key, named[alias])] if key in attributes else []
+        running = swapped_state(model, state), without_randomness(self.device), self.objective.force_eager(model)
+        with running[0], running[1], running[2], replaced(copies):
+            yield
+
+    def shown_whole(self) -> AbstractContextManager[None]:
+        """Within, the real model has the weights, buffers and attributes of the skeleton: a loss may read them."""
+        shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        for module, like in zip(self.model.modules(), self.skeleton.modules(), strict=True):
+            for key, value in {**own_parameters(like), **own_buffers(like)}.items():
+                places = (own_parameters(module), own_buffers(module), vars(module))
+                shown += [(place, key, value) for place in places if key in place]
+            shown += [(vars(module), key, each) for key, each in vars(like).items() if not _is_of_module(key, each)]
+        return replaced(shown)
+
+
+def _is_of_module(key: str, value: Any) -> bool:
+    """Whether an attribute is of `nn.Module` itself, or what forwards do not write."""
+    return key.startswith("_") or key == "training" or isinstance(value, nn.Module)
+
+
+class Rehearsal:
+    """One stage on one part of a batch."""
+
+    def __init__(
+        self,
+        divided: DividedModel,
+        known: Knowledge,
+        gates: Gates,
+        part: Microbatch,
+        recorded: Recording,
+    ) -> None:
+        """`gates`: of the stage, and of this rehearsal only."""
+        self._divided, self._known, self._gates = divided, known, gates
+        self._stage, self._part, self._recorded = gates.stage, part, recorded
+        self._exit = gates.exit
+
+    def run(self) -> Problem | None:
+        """Find what the stage needs, and compare; a problem if something differs, or cannot be carried."""
+        while True:
+            try:
+                return self._compare()
+            except StandInUsed as used:
+                if (refused := self._known.note_needs(self._stage, used.sources)) is not None:
+                    return self._used_problem(refused, used.line)
+
+    def _used_problem(self, source: Source, line: str) -> Problem:
+        got = f"{self._where} needs {source}" + (f" ({line})" if line else "")
+        behind = [name for name in self._divided.stages.chain.behind if source.name.startswith(f"{name}.")]
+        if source.kind == WEIGHT and behind and self._exit is not None:
+            got = f"{behind[0]}, which has weights and is defined behind the blocks, called in front of them"
+            return Problem(
+                got, "modules defined where they are called", "a model that defines it in front of the blocks"
+            )
+        if source.kind == WEIGHT:
+            need = "a forward and a loss that read only weights of the stage that they run on"
+            return Problem(got, need, "weight_decay of the optimizer in place of a penalty in the loss, or pp = 1")
+        return Problem(got, NEED, "pp = 1")
+
+    @property
+    def _where(self) -> str:
+        blocks, names = self._divided.stages.blocks[self._stage], self._divided.stages.chain.blocks
+        return f"stage {self._stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
+
+    def _compare(self) -> Problem | None:
+        with self._divided.computing(self._divided.model):  # in backward too: checkpoints compute again
+            return self._difference()
+
+    def _difference(self) -> Problem | None:
+        received, origins = self._message()
+        outputs, losses = self._forward(received)
+        wanted = self._recorded.outputs if self._exit is None else tensors_among(self._recorded.leaves[self._exit])
+        if not _are_close(outputs, wanted):
+            return self._problem("other outputs")
+        if self._exit is None and not _are_close(losses, self._recorded.losses):
+            return self._problem("another loss")
+        if torch.is_grad_enabled() and not self._has_same_gradients(outputs, losses, received, origins):
+            return self._problem("other gradients")
+        return None
+
+    def _problem(self, what: str) -> Problem:
+        got = f"{what} of {self._where} by itself than in the whole model"
+        attempt = "no weights that two stages use, but for an embedding tied to a head; nothing that forwards leave "
+        return Problem(got, NEED, f"{attempt}outside of modules; or pp = 1")
+
+    # ---- forward --------------------------------------------------------------------------------------------
+
+    def _message(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the stage before would send, and the recorded tensor that each of it is."""
+        if not self._stage:
+            return [], []
+        recorded, tensors, origins = self._recorded, [], []
+        front = Source(OUTPUT, self._divided.stages.boundaries()[self._stage - 1])
+        described = {
+            source: each
+            for source, each in recorded.described.items()
+            if source == front or self._known.is_in_front(self._stage, source)
+        }
+        self._gates.tell(described)
+        carried = {front, *self._known.received_by(self._stage)}
+        for source, leaves in described.items():
+            for leaf, is_sent in zip(
+                recorded.leaves[source], self._gates.travels(source, leaves, carried), strict=True
+            ):
+                if is_sent:
+                    tensors.append(leaf.detach().clone().requires_grad_(leaf.requires_grad and torch.is_grad_enabled()))
+                    origins.append(leaf)
+        return tensors, origins
+
+    def _forward(self, received: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """The output of the stage's last block; or of the last stage what the model returns, and its loss."""
+        divided, gates, model = self._divided, self._gates, self._divided.model
+        carried = Carried(self._known.received_by(self._stage))
+        try:
+            with ReentrantCheck(model).looking():
+                try:
+                    with gates.closed([*received, torch.empty(0)], carried):
+                        returned = call_model(model, self._part.inputs)
+                except StageEnd as end:
+                    return end.outputs, []
+                with gates.shown():
+                    losses = list(tree_leaves(divided.objective.raw_loss(returned, self._part)))
+                self._note_late_buffers()
+        except FourfoldError:
+            raise
+        except Exception as error:
+            problem = Problem(f"{self._where} fails by itself: {summarize_error(error)}", NEED, "pp = 1")
+            raise TaskError(problem, where="the pipeline") from error
+        if missing := sources_of(losses):
+            raise StandInUsed(missing, line="")
+        return tensors_among(take_apart(without_caches(returned))[1]), losses
+
+    def _note_late_buffers(self) -> None:
+        """Note the buffers of no module of the chain that this stage has just written."""
+        chain, before = self._divided.stages.chain, dict(self._divided.skeleton.named_buffers())
+        modules = (*chain.before, *chain.blocks, *chain.behind)
+        self._known.late_buffers |= {
+            name
+            for name, each in self._divided.model.named_buffers()
+            if not any(name.startswith(f"{module}.") for module in modules) and not torch.equal(each, before[name])
+        }
+
+    # ---- backward -------------------------------------------------------------------------------------------
+
+    def _has_same_gradients(
+        self, outputs: Sequence[Tensor], losses: list[Tensor], received: Sequence[Tensor], origins: Sequence[Tensor]
+    ) -> bool:
+        divided, recorded = self._divided, self._recorded
+        named = divided.skeleton.named_parameters()
+        own = [p for name, p in named if p.requires_grad and divided.is_own(name)]
+        leaves = [each for values in recorded.leaves.values() for each in tensors_among(values)]
+        if self._exit is None:
+            roots, expected = _total(losses), _total(recorded.losses)
+        else:
+            upstream = [_numbers(each) for each in outputs]
+            raw = tensors_among(recorded.raw.get(self._exit, recorded.leaves[self._exit]))
+            roots, expected = list(zip(outputs, upstream, strict=True)), list(zip(raw, upstream, strict=True))
+        with _new_gradients([*received, *own]):
+            _backward(roots)
+            got = [each.grad for each in (*received, *own)]
+        with _new_gradients([*leaves, *own]), divided.computing(divided.skeleton):
+            self._backward_recorded(expected)
+            wanted = [each.grad for each in (*origins, *own)]
+        return all(map(_is_close_gradient, got, wanted))
+
+    def _backward_recorded(self, roots: Roots) -> None:
+        """The backward of this stage in the run of the whole model, module by module."""
+        chain, recorded = self._divided.stages.chain, self._recorded
+        blocks = [chain.blocks[index] for index in self._divided.stages.blocks[self._stage]]
+        inside = blocks if self._stage else [*chain.before, *blocks]
+        _backward(roots)
+        for source, raw in reversed(recorded.raw.items()):
+            if source != self._exit and any(is_of(source, name) for name in inside):
+                pairs = zip(raw, recorded.leaves[source], strict=True)
+                _backward([(a, leaf.grad) for a, leaf in pairs if isinstance(a, Tensor) and leaf.grad is not None])
+
+
+def _backward(roots: Roots) -> None:
+    known = [(root, upstream) for root, upstream in roots if root.requires_grad]
+    if known:
+        tensors, gradients = map(list, zip(*known, strict=True))
+        torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+
+@contextlib.contextmanager
+def _new_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Within, gradients of these begin with None; afterwards they are None."""
+    for each in leaves:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each in leaves:
+            each.grad = None
+
+
+def _total(losses: Sequence[Tensor]) -> Roots:
+    """The loss, with gradients of 1: unreduced values, the sum of a sum and a count, or a scalar."""
+    return [(losses[0], torch.ones_like(losses[0]))] if losses else []
+
+
+def _numbers(like: Tensor) -> Tensor:
+    """A gradient that differs by element."""
+    numbers = torch.cos(1 + torch.arange(like.numel(), device=like.device, dtype=torch.float64))
+    return numbers.to(like.dtype).view(like.shape)
+
+
+def _are_close(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return len(got) == len(wanted) and all(map(_is_close, got, wanted))
+
+
+def _is_close(got: Tensor, wanted: Tensor) -> bool:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return False
+    tolerance = TOLERANCE.get(got.dtype, 1e-4)
+    return torch.allclose(got.detach(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _is_close_gradient(got: Tensor | None, wanted: Tensor | None) -> bool:
+    if got is None or wanted is None:
+        rest = wanted if got is None else got
+        return rest is None or not bool((rest != 0).any())
+    scale = wanted.abs().max() if wanted.numel() else 0.0
+    tolerance = GRADIENT_TOLERANCE * TOLERANCE.get(got.dtype, 1e-4)
+    return got.shape == wanted.shape and not bool(((got - wanted).abs() > tolerance * scale).any())

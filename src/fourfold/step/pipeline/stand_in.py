@@ -1,0 +1,197 @@
+"""Stand-ins: what a stage has in place of values that other stages have.
+
+stand-in  a tensor with a shape, a dtype and a device, and without values
+source    where the values are: what a module of another stage returned or kept, or one of its weights
+Law: what is computed with a stand-in is a stand-in, of the sources of both. Whatever needs its values raises
+StandInUsed: a branch, a number, a write into a tensor that this stage has. So a stage computes with values that it
+has, or says which ones it has not.
+"""
+
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Self, cast
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.torch_private import (
+    DisableTorchFunction,
+    tensor_without_memory,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    written_arguments,
+)
+
+OUTPUT, ATTRIBUTE, WEIGHT = "output", "attribute", "weight"
+_OWN_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_READS = {"numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__deepcopy__"}
+_aten = torch.ops.aten
+_FACTORIES = {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.rand_like, _aten.randn_like,
+    _aten.randint_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
+}  # fmt: skip
+
+
+class Source(NamedTuple):
+    """Where values are.
+
+    kind   OUTPUT of a module, ATTRIBUTE of a module, or WEIGHT
+    name   of the module, of the attribute with its module's, or of the weight
+    call   of an output: its number in a forward
+    """
+
+    kind: str
+    name: str
+    call: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == OUTPUT:
+            return f"what {self.name} returned" + (f" in its call {self.call + 1}" if self.call else "")
+        return f"{self.kind} {self.name}"
+
+
+class StandInUsed(BaseException):
+    """Values of stand-ins are needed. Not an Exception: a model may catch these."""
+
+    def __init__(self, sources: Iterable[Source], *, line: str | None = None) -> None:
+        """`line`: of the user's code where; None: the one that runs now."""
+        super().__init__()
+        self.sources = frozenset(sources)
+        self.line = _line_of_user() if line is None else line
+
+
+class StandIn(Tensor):
+    """A tensor without values: see above."""
+
+    sources: frozenset[Source]
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, sources: frozenset[Source]) -> "StandIn":
+        made: StandIn = tensor_without_memory(cls, meta.shape, device=device, dtype=meta.dtype, strides=meta.stride())
+        made.meta, made.sources = meta, sources
+        return made
+
+    @classmethod
+    def like(cls, shape: Iterable[int], dtype: torch.dtype, device: torch.device, source: Source) -> Self:
+        """One in this shape."""
+        with DisableTorchFunction():
+            return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, frozenset([source]))
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"StandIn({list(self.shape)}, {self.dtype}, of {', '.join(sorted(map(str, self.sources)))})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS:
+            raise StandInUsed(args[0].sources)
+        with DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        given = [each for each in leaves if isinstance(each, StandIn)]
+        sources = frozenset[Source]().union(*(each.sources for each in given))
+        if func.overloadpacket in _FACTORIES:
+            args, kwargs = tree_unflatten([_with_room(each) for each in leaves], spec)
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs or {})
+        if torch.Tag.inplace_view in func.tags or any(not isinstance(each, StandIn) for each in written):
+            raise StandInUsed(sources)
+        device = given[0].device
+        args, kwargs = tree_unflatten([_on_meta(each) for each in leaves], spec)
+        if kwargs.get("device") is not None:
+            device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, NotImplementedError) or "meta" in str(error):  # its shape, or a number, needs values
+                raise StandInUsed(sources) from None
+            raise
+        for each in written:
+            each.sources |= sources
+        by_meta = {id(each.meta): each for each in written}
+        outputs, spec = tree_flatten(result)
+        return tree_unflatten([_wrapped(each, device, sources, by_meta) for each in outputs], spec)
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors that an operation writes."""
+    places = written_arguments(func)
+    given = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        return value.meta
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _with_room(value: Any) -> Any:
+    """A tensor of which a factory reads nothing but the shape."""
+    if isinstance(value, StandIn):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return value
+
+
+def _wrapped(value: Any, device: torch.device, sources: frozenset[Source], by_meta: Mapping[int, StandIn]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    known = by_meta.get(id(value))
+    return StandIn(value, device, sources) if known is None else known
+
+
+class UnknownValue:
+    """Stands for an object that is no tensor and that another stage has."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StandInUsed([vars(self)["_source"]])
+
+    __getattr__ = __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __next__ = _used
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __mul__ = __rmul__ = _used  # pyright: ignore[reportAssignmentType]
+    __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __neg__ = __float__ = __int__ = __index__ = _used
+    __hash__ = object.__hash__
+
+
+class _Placed(torch.autograd.Function):
+    """A stand-in with a place in the graph, as the tensor has that it stands for: no leaf, so it may be written."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, stand_in: StandIn) -> Tensor:
+        return StandIn(stand_in.meta, stand_in.device, stand_in.sources)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def stand_in(
+    shape: Iterable[int], dtype: torch.dtype, device: torch.device, source: Source, *, needs_gradient: bool
+) -> Tensor:
+    """A stand-in that is no leaf of autograd's graph."""
+    made = StandIn.like(shape, dtype, device, source)
+    if not needs_gradient or not torch.is_grad_enabled():
+        return made
+    return cast(Tensor, _Placed.apply(torch.zeros((), requires_grad=True), made))
+
+
+def sources_of(tensors: Iterable[Tensor]) -> frozenset[Source]:
+    """The sources of those that are stand-ins."""
+    return frozenset[Source]().union(*(each.sources for each in tensors if isinstance(each, StandIn)))
+
+
+def _line_of_user() -> str:
+    """The innermost line of the user's code that runs now: "file.py:12: code"; empty if there is none."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_OWN_CODE):
+            return f"{Path(frame.filename).name}:{frame.lineno}: {(frame.line or '').strip()}"
+    return ""

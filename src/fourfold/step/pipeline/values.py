@@ -1,0 +1,115 @@
+"""Values: what modules return and keep, as stages tell each other about it.
+
+leaf      a tensor, or anything else that is no container: a number, None, an object
+form      the containers around leaves: dicts, lists, tuples, dataclasses
+described what a stage tells the later ones of a leaf: the shape of a tensor, a number or a text itself, or the type of
+          an object
+Law: what a stage says of its values is exact in each microbatch. The values of tensors travel only to stages that
+need them (`gates.py`).
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.parts.comm.edge.message import DTYPES
+from fourfold.step.pipeline.stand_in import Source, UnknownValue, stand_in
+from fourfold.step.tensor_tree import is_plain
+
+Described = tuple[Any, ...]
+Known = Mapping[Source, Sequence[Described]]
+TENSOR, PLAIN, OBJECT = "t", "p", "o"
+
+
+class Form(NamedTuple):
+    """The containers of a value. `text` is equal for two values of one form; `build` fills it with leaves."""
+
+    text: str
+    build: Callable[[Iterator[Any]], Any]
+
+
+def take_apart(value: Any) -> tuple[Form, list[Any]]:
+    """The form and the leaves of a value."""
+    leaves: list[Any] = []
+    return _form_of(value, leaves), leaves
+
+
+def _form_of(value: Any, leaves: list[Any]) -> Form:
+    kind = type(value)
+    if isinstance(value, dict):
+        return _named(kind, value, lambda parts: parts if kind is dict else kind(**parts), leaves)
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        return _named(kind, dict(zip(fields, value, strict=True)), lambda parts: kind(**parts), leaves)
+    if isinstance(value, list | tuple):
+        return _named(kind, dict(enumerate(value)), lambda parts: kind(parts.values()), leaves)  # pyright: ignore[reportCallIssue]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _named(kind, dict(vars(value)), lambda parts: _with_fields(value, parts), leaves)
+    leaves.append(value)
+    return Form("*", next)
+
+
+def _named(kind: type, parts: Mapping[Any, Any], join: Callable[[dict[Any, Any]], Any], leaves: list[Any]) -> Form:
+    forms = {name: _form_of(part, leaves) for name, part in parts.items()}
+    text = ",".join(f"{name}:{form.text}" for name, form in forms.items())
+    return Form(
+        f"{kind.__name__}({text})", lambda given: join({name: form.build(given) for name, form in forms.items()})
+    )
+
+
+def _with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
+    changed = copy.copy(value)
+    for name, each in fields.items():
+        object.__setattr__(changed, name, each)
+    return changed
+
+
+def describe(leaf: Any) -> Described:
+    """What later stages are told of a leaf."""
+    if isinstance(leaf, Tensor):
+        return (TENSOR, DTYPES.index(leaf.dtype), leaf.requires_grad, *leaf.shape)
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return (PLAIN, leaf)
+    return (OBJECT, type(leaf).__name__)
+
+
+def stand_in_of(described: Described, device: torch.device, source: Source) -> Any:
+    """What a stage has in place of a leaf of which it has been told this."""
+    kind, *rest = described
+    if kind == PLAIN:
+        return rest[0]
+    if kind == OBJECT:
+        return UnknownValue(source)
+    dtype, needs_gradient, *shape = rest
+    return stand_in(shape, DTYPES[dtype], device, source, needs_gradient=needs_gradient)
+
+
+def encode(known: Known, device: torch.device) -> Tensor:
+    """What a stage tells the next one, as bytes; uint8."""
+    text = json.dumps([[*source, described] for source, described in known.items()])
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+
+
+def decode(told: Tensor) -> dict[Source, tuple[Described, ...]]:
+    """What `encode` has encoded."""
+    entries = json.loads(bytes(told.tolist()))
+    return {
+        Source(kind, name, call): tuple(tuple(each) for each in described) for kind, name, call, described in entries
+    }
+
+
+def tensors_among(leaves: Sequence[Any]) -> list[Tensor]:
+    """The leaves that are tensors."""
+    return [each for each in leaves if isinstance(each, Tensor)]
+
+
+def without_caches(returned: Any) -> Any:
+    """A model's outputs without objects that have a state of their own: those of a dry run are no later call's."""
+    if not isinstance(returned, dict):
+        return returned
+    kept = {name: each for name, each in returned.items() if is_plain(each)}
+    return kept if type(returned) is dict else type(returned)(**kept)

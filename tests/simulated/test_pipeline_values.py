@@ -1,0 +1,408 @@
+"""Values that cross a stage: what a model keeps, returns and decides trains as on one device, or is refused by name."""
+
+import copy
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.step.train_step import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import TaskError
+from tests import cases
+
+WORDS, WIDTH, LENGTH, SAMPLES, DEPTH = 13, 8, 6, 6, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """An embedding, blocks and a head; subclasses say what else crosses from stage to stage."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb: Any = nn.Embedding(WORDS, WIDTH)
+        self.define()
+        self.blocks: Any = nn.ModuleList(self.block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def define(self) -> None:
+        """What is defined in front of the blocks."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.through(self.emb(x)))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Keeping(Block):
+    """Keeps what a balancing loss needs, and a number."""
+
+    aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.aux, self.rank = x.square().mean(-1), x.dim()
+        return x
+
+
+class KeptInBlocks(Net):
+    block = Keeping
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = super().forward(x)
+        return outputs + torch.stack([block.aux * block.rank for block in self.blocks]).sum(0)[..., None]
+
+
+class ReadByLoss(Net):
+    """The loss reads what the blocks keep."""
+
+    block = Keeping
+
+
+class Deciding(Net):
+    """Decides on a hidden state, by sample and by a branch."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.blocks[0](self.emb(x))
+        hard, scale = x.mean((1, 2)) > 0, 2.0 if bool((x.mean() > 0).item()) else 1.0
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x) * (scale + hard[:, None, None])
+
+
+class TrainingOnly(Net):
+    """A second head on a middle block, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Any:
+        x = middle = self.blocks[0](self.emb(x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x) + 0.5 * self.auxiliary(middle) if self.training else self.head(x)
+
+
+class InPlace(Net):
+    """Writes into the output of a module of the first stage, and carries it as it was."""
+
+    def define(self) -> None:
+        self.pos = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        before = self.emb(x)
+        x = before * 1.0
+        x += self.pos(torch.arange(x.shape[1], device=x.device))
+        x[:, 0] = x[:, 0] * 0.5
+        return self.head(self.through(x) + before)
+
+
+class Maybe(nn.Module):
+    """Returns a mask only for batches that need one, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        keep = x != 0
+        scale = float(keep.sum()) / keep.numel()
+        return {"x": self.table(x), "keep": None if bool(keep.all()) else keep, "scale": scale}
+
+
+class PlainValues(Net):
+    def define(self) -> None:
+        self.emb = Maybe()
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.emb(x)
+        x = found["x"]
+        for block in self.blocks:
+            x = block(x if found["keep"] is None else x * found["keep"][..., None])
+        return self.head(x) * found["scale"]
+
+
+class SequenceFirst(Net):
+    """Sizes are read off the embedding's output, whose first dim is not that of samples."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.emb(x.T)
+        x = self.through(x + torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None, None] / x.shape[1])
+        return self.head(x.transpose(0, 1))
+
+
+class ListInFront(Net):
+    def define(self) -> None:
+        self.stem = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.emb(x)
+        for layer in self.stem.values():
+            x = torch.tanh(layer(x))
+        return self.head(self.through(x))
+
+
+class CalledTwice(Net):
+    """A module in front of the blocks that is called twice; the last stage needs what it returned the second time."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, second = self.emb(x), self.emb(x.flip(0))
+        return self.head(self.through(first) + second)
+
+
+class OwnWeight(Net):
+    """A weight of the model itself, used behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.logit_scale.exp()
+
+
+class Buffers(Net):
+    """Buffers of the model itself that forward writes in front of the blocks, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        calls, average = self.get_buffer("calls"), self.get_buffer("average")
+        x = self.emb(x)
+        if self.training:
+            calls += 1
+        x = self.through(x)
+        if self.training:
+            average.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return self.head(x - average)
+
+
+class Frozen(Net):
+    """What is in front of the second block is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in (self.emb, self.blocks[0]):
+            each.requires_grad_(False)
+
+    def through(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class Checkpointed(Net):
+    """A checkpoint of its own around each block."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Segments(Net):
+    """Checkpoints around several blocks."""
+
+    def through(self, x: Tensor) -> Tensor:
+        return checkpoint(super().through, x, use_reentrant=False)
+
+
+class Penalty(Net):
+    """The loss reads all weights."""
+
+
+class Listening(Net):
+    """The loss reads what hooks have kept of what the blocks return."""
+
+
+class Stolen(Net):
+    """A weight of the first block is used behind the last one."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.through(self.emb(x)) * self.blocks[0].up.bias)
+
+
+class Late(Net):
+    """A module that is defined behind the blocks and called in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.through(self.pos(self.emb(x))))
+
+
+LEFT = threading.local()
+
+
+class Leaving(Block):
+    """Leaves a value outside of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LEFT.total = getattr(LEFT, "total", 0.0) + x.detach().mean()
+        return super().forward(x)
+
+
+class Outside(Net):
+    """The loss reads what blocks have left outside of the model."""
+
+    block = Leaving
+
+
+class Later(Net):
+    """A branch of a later batch needs what the first one did not."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.emb(x)
+        outputs = self.head(self.through(hidden))
+        return outputs + hidden.mean() if int(x[0, 0]) == 0 else outputs
+
+
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+
+
+def loss_of(model: Any) -> Callable[[Any, Tensor], Tensor]:
+    if isinstance(model, ReadByLoss):
+        return lambda o, t: cross_entropy(o, t) + 0.1 * torch.stack([b.aux for b in model.blocks]).sum(0).flatten()
+    if isinstance(model, Penalty):
+        return lambda o, t: cross_entropy(o, t) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    if isinstance(model, Outside):
+        return lambda o, t: cross_entropy(o, t) * (1 + LEFT.total.square())
+    if isinstance(model, Listening):
+        kept: dict[int, Tensor] = {}
+        for index, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda m, args, output, index=index: kept.update({index: output}))
+        return lambda o, t: (
+            cross_entropy(o, t) + 0.1 * torch.stack([h.square().mean(-1) for h in kept.values()]).sum(0).flatten()
+        )
+    return cross_entropy
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    draw = functools.partial(torch.randint, generator=generator)
+    sizes = (SAMPLES, SAMPLES - 1, SAMPLES)
+    found = [(draw(1, WORDS, (size, LENGTH)), draw(0, WORDS, (size, LENGTH))) for size in sizes]
+    found[1][0][2:, 3:] = 0  # padding, not in the first batch
+    return found
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(1)
+        return kind().double()
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def alone(kind: type[nn.Module]) -> Trained:
+    model = made(kind)
+    loss, optimizer, losses = loss_of(model), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x, y in batches():
+        # Buffers are written once in each microbatch: there is one.
+        value = loss(model(x), y).mean()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    x, y = batches()[0]
+    losses.append(loss(model.eval()(x), y).mean().item())
+    return Trained(losses, {name: each.detach() for name, each in model.state_dict().items()})
+
+
+def divided(kind: type[nn.Module], fields: dict[str, Any], comm: Any) -> Trained:
+    model = made(kind)
+    step = TrainStep(
+        model, loss_of(model), functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(**fields), communicator=comm
+    )
+    losses = [step(batch).loss for batch in batches()]
+    losses.append(step.evaluate(batches()[0]).loss)
+    return Trained(losses, copy.deepcopy(step.state_dict()["model"]))
+
+
+OF_SAMPLES = [KeptInBlocks, ReadByLoss, TrainingOnly, InPlace, ListInFront, OwnWeight, Frozen, Checkpointed, Listening]
+OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers]
+"""What these compute depends on which samples are in one microbatch."""
+PLANS = [{"pp": 2}, {"pp": 4, "schedule": "zero-bubble"}]
+INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    *itertools.product([*OF_SAMPLES, *OF_BATCHES], PLANS), *itertools.product(OF_SAMPLES, [INTERLEAVED]),
+], ids=str)  # fmt: skip
+def test_what_crosses_a_stage_trains_as_on_one_device(kind, fields):
+    expected = alone(kind)
+    for got in threads.run(fields["pp"], functools.partial(divided, kind, fields)):
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert got.state.keys() == expected.state.keys()
+        for name, wanted in expected.state.items():
+            torch.testing.assert_close(got.state[name], wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "got"), [
+    (Segments, r"a stage that ends with blocks\.1, which is in one checkpoint with blocks\.2"),
+    (Penalty, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0"),
+    (Stolen, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0\.up\.bias"),
+    (Late, r"pos, which has weights and is defined behind the blocks, called in front of them"),
+    (Outside, r"another loss of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
+])  # fmt: skip
+def test_what_cannot_cross_is_refused_before_the_first_update(kind, got):
+    def body(comm: Any) -> None:
+        model = made(kind)
+        before = copy.deepcopy(model.state_dict())
+        step = TrainStep(
+            model, loss_of(model), functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(pp=2), communicator=comm
+        )
+        with pytest.raises(TaskError, match=got):
+            step(batches()[0])
+        for name, each in model.named_parameters():
+            assert torch.equal(each, before[name])
+
+    threads.run(2, body)
+
+
+def test_what_a_later_batch_needs_is_named_where_it_is_used():
+    def body(comm: Any) -> None:
+        step = TrainStep(
+            made(Later), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(pp=2), communicator=comm
+        )
+        first, second = batches()[:2]
+        step(first)
+        second[0][:] = 0
+        step(second)
+
+    with pytest.raises(TaskError, match="stage 1 needs what emb returned, which it did not in the first batch"):
+        threads.run(2, body)
