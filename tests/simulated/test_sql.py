@@ -414,8 +414,9 @@ def test_a_file_of_sqlite_that_was_moved_is_waited_for_until_it_returns(tmp_path
         assert len(list(feed)) == 2
 
 
-def test_passwords_are_neither_shown_nor_stored(tmp_path):
+def test_passwords_are_neither_shown_nor_stored(monkeypatch):
     pytest.importorskip("psycopg")
+    monkeypatch.setattr(sql_databases, "OPENING", Backoff(give_up=0.0))
     url = "postgresql://me:secret@127.0.0.1:1/name?password=secret"
     with pytest.raises(DataError) as found:
         sql(url, "SELECT 1", key="id")
