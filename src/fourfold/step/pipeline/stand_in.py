@@ -7,6 +7,7 @@ StandInUsed: a branch, a number, a write into a tensor that this stage has. So a
 has, or says which ones it has not.
 """
 
+import functools
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,6 +33,11 @@ _FACTORIES = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.rand_like, _aten.randn_like,
     _aten.randint_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
 }  # fmt: skip
+
+
+MAX_KNOWN_RESULTS = 4096
+_KNOWN_RESULTS: dict[Any, Tensor] = {}
+"""By operation and the forms of its operands: its result on the meta device, which takes 0.2 ms to find."""
 
 
 class Source(NamedTuple):
@@ -101,7 +107,11 @@ class StandIn(Tensor):
         written = _written(func, args, kwargs or {})
         if torch.Tag.inplace_view in func.tags or any(not isinstance(each, StandIn) for each in written):
             raise StandInUsed(sources)
-        device = given[0].device
+        device, key = given[0].device, None if written else _key_of(func, leaves, spec)
+        if key is not None and (known := _KNOWN_RESULTS.get(key)) is not None:
+            return cls(known, device, sources)
+        for each in written:
+            each.meta = _on_meta(each.meta)  # of its own: results that are known share one
         args, kwargs = tree_unflatten([_on_meta(each) for each in leaves], spec)
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
@@ -111,6 +121,10 @@ class StandIn(Tensor):
             if isinstance(error, NotImplementedError) or "meta" in str(error):  # its shape, or a number, needs values
                 raise StandInUsed(sources) from None
             raise
+        if key is not None and isinstance(result, Tensor) and kwargs.get("device") is None:
+            if len(_KNOWN_RESULTS) == MAX_KNOWN_RESULTS:
+                _KNOWN_RESULTS.clear()
+            _KNOWN_RESULTS[key] = result
         for each in written:
             each.sources |= sources
         by_meta = {id(each.meta): each for each in written}
@@ -118,9 +132,26 @@ class StandIn(Tensor):
         return tree_unflatten([_wrapped(each, device, sources, by_meta) for each in outputs], spec)
 
 
+def _key_of(func: Any, leaves: Iterable[Any], spec: Any) -> Any:
+    """What the form of an operation's result follows from; None: it is not known."""
+    key = [
+        (each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else (type(each), each) for each in leaves
+    ]
+    try:
+        hash(found := (func, spec, *key))
+    except TypeError:
+        return None
+    return found
+
+
+@functools.cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    return written_arguments(func)
+
+
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that an operation writes."""
-    places = written_arguments(func)
+    places = _written_places(func)
     given = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
     return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
 
