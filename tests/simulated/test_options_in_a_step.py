@@ -1,5 +1,6 @@
 """Laws of the options that a step's call carries: read in little time, never from a device, and never out of date."""
 
+import gc
 import sys
 from typing import Any
 
@@ -38,11 +39,13 @@ def bytecodes(act: Any) -> int:
         count += event == "opcode"
         return trace
 
+    gc.disable()  # a collection would run what other tests have left to end
     sys.settrace(trace)
     try:
         act()
     finally:
         sys.settrace(None)
+        gc.enable()
     return count
 
 

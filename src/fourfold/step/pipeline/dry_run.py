@@ -172,7 +172,9 @@ class PipelineDryRun:
         recorder = Recorder(skeleton, self.known, trained, divided.own)
         with recorder.recording() as recording, divided.computing(skeleton), self.whole_shown_to_loss():
             returned = call_model(skeleton, part.inputs)
-            recording.losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
+            losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
+        is_last = divided.stages.num_stages - 1 in divided.own
+        recording.losses = losses if is_last else [each.detach() for each in losses]
         self.known.attributes[:] = sorted({*self.known.attributes, *recording.attributes})
         form, leaves = take_apart(without_caches(returned))
         self.known.outputs[form.text] = form

@@ -217,7 +217,7 @@ class Gates:
         for source in self._learned.attributes:
             if self._learned.is_in_front(self.stage, source):
                 path, _, key = source.name.rpartition(".")
-                is_known = source in given or source in self._known
+                is_known = source in self._known and source in self._learned.forms  # or other ranks' samples wrote it
                 value = self._filled(source, given.get(source)) if is_known else UnknownValue(source)
                 shown.append((vars(self._model.get_submodule(path)), key, value))
         return shown

@@ -47,12 +47,10 @@ class Recorder:
     def __init__(
         self, skeleton: nn.Module, known: Knowledge, trained: set[nn.Parameter], own: Collection[int] = ()
     ) -> None:
-        """`trained`: the parameters that are trained, of all ranks. `own`: the stages whose graph is kept, if autograd
-        is on; that of the others would take memory.
+        """`trained`: the parameters that are trained, of all ranks. `own`: the stages whose graph is kept; that of the
+        others would take memory.
         """
         self._skeleton, self._known, self._trained, self._own = skeleton, known, trained, own
-        self._has_gradients = False
-        """Whether autograd was on where the module that runs was called."""
         self._is_trained = self._is_on = False
         self._recording = Recording(attributes=set(known.attributes))
         self._before = {
@@ -64,62 +62,49 @@ class Recorder:
         hooks, chain = [], self._known.stages.chain
         for name in (*chain.before, *chain.blocks):
 
-            def begin(module: nn.Module, args: Any, name: str = name) -> None:
-                if self._is_on:
-                    self._has_gradients = torch.is_grad_enabled()
-                    torch.set_grad_enabled(self._has_gradients and self._is_own(name))
-
             def record(module: nn.Module, args: Any, output: Any, name: str = name) -> Any:
                 return self._record(name, module, output) if self._is_on else None
 
-            module = self._skeleton.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(begin))
             # The user's hooks get what is recorded: they run on each stage, as those of its own modules do.
-            hooks.append(module.register_forward_hook(record, prepend=True))
+            hooks.append(self._skeleton.get_submodule(name).register_forward_hook(record, prepend=True))
         self._is_on = True  # not in the second forward of a checkpoint
         for name in chain.own:
             source, weight = Source(WEIGHT, name), self._skeleton.get_parameter(name)
             self._recording.leaves[source], self._recording.described[source] = [weight], (describe(weight),)
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it is now, it will be again
-                yield self._recording
+            yield self._recording
         finally:
             self._is_on = False
             for hook in hooks:
                 hook.remove()
 
-    def _is_own(self, name: str) -> bool:
-        return self._known.stages.stage_of(name) in self._own
-
     def _record(self, name: str, module: nn.Module, output: Any) -> Any:
-        stages = self._known.stages
-        is_behind = name == stages.chain.blocks[-1] and stages.num_stages - 1 not in self._own
-        torch.set_grad_enabled(self._has_gradients and not is_behind)
+        is_own = self._known.stages.stage_of(name) in self._own
         self._is_trained = self._is_trained or any(p in self._trained for p in module.parameters())
         for path, each in module.named_modules(prefix=name):
             for key, value in list(vars(each).items()):
                 source, before = Source(ATTRIBUTE, f"{path}.{key}"), self._before[each].get(key)
                 if not key.startswith("_") and (source in self._recording.attributes or _is_changed(value, before)):
                     self._recording.attributes.add(source)
-                    vars(each)[key] = self._keep(source, value)
+                    vars(each)[key] = self._keep(source, value, is_own=is_own)
         source = Source(OUTPUT, name, self._recording.calls.count(name))
         self._recording.calls.append(name)
         self._recording.checkpoints[name] = current_checkpoint()
-        return self._keep(source, output)
+        return self._keep(source, output, is_own=is_own)
 
-    def _keep(self, source: Source, value: Any) -> Any:
+    def _keep(self, source: Source, value: Any, *, is_own: bool) -> Any:
         """Record a value; returns it with tensors that begin a graph."""
         form, leaves = take_apart(value)
         self._known.forms.setdefault(source, form)
         cut = [self._cut(each) if isinstance(each, Tensor) else each for each in leaves]
         self._recording.leaves[source] = cut
-        if any(each.requires_grad for each in tensors_among(leaves)):
+        if is_own and any(each.requires_grad for each in tensors_among(leaves)):
             self._recording.raw[source] = leaves
         self._recording.described[source] = tuple(map(describe, cut))
         return form.build(iter([each.clone() if isinstance(each, Tensor) else each for each in cut]))
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        needs = tensor.requires_grad or (self._is_trained and self._has_gradients and tensor.is_floating_point())
+        needs = tensor.requires_grad or (self._is_trained and torch.is_grad_enabled() and tensor.is_floating_point())
         return tensor.detach().clone().requires_grad_(needs)
 
 
