@@ -75,6 +75,21 @@ class KeptInBlocks(Net):
         return outputs + torch.stack([block.aux * block.rank for block in self.blocks]).sum(0)[..., None]
 
 
+class Counting(Block):
+    """Counts the forwards that are trained."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+        return super().forward(x)
+
+
+class Counted(Net):
+    block = Counting
+
+
 class ReadByLoss(Net):
     """The loss reads what the blocks keep."""
 
@@ -353,7 +368,18 @@ def divided(kind: type[nn.Module], fields: dict[str, Any], comm: Any) -> Trained
     return Trained(losses, copy.deepcopy(step.state_dict()["model"]))
 
 
-OF_SAMPLES = [KeptInBlocks, ReadByLoss, TrainingOnly, InPlace, ListInFront, OwnWeight, Frozen, Checkpointed, Listening]
+OF_SAMPLES = [
+    KeptInBlocks,
+    Counted,
+    ReadByLoss,
+    TrainingOnly,
+    InPlace,
+    ListInFront,
+    OwnWeight,
+    Frozen,
+    Checkpointed,
+    Listening,
+]
 OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers]
 """What these compute depends on which samples are in one microbatch."""
 PLANS = [{"pp": 2}, {"pp": 4, "schedule": "zero-bubble"}]
