@@ -123,7 +123,7 @@ def sent_bytes(fields: dict[str, Any], model: nn.Module, batch: Any) -> list[flo
         with cases.SEED_LOCK:
             own = copy.deepcopy(model)
         step = TrainStep(own, cases.loss(CASE), cases.optimizer(CASE), plan=plan, communicator=comm)
-        step(batch)  # whose first message tells shapes
+        step(batch)  # whose first message has metadata
         return step(batch).sent_bytes
 
     return threads.run(2, body, hosts=2)
@@ -138,8 +138,8 @@ def test_bytes_on_the_wire_are_those_of_the_formula(kind):
     first, second = sent_bytes(fields, make_model(), batches()[0])
     tokens = CASE.batch_sizes[0] * CASE.length
     expected = edge_bytes(spec, tokens // 2, WIDTH, 8)  # of a microbatch, in float64
-    told = TensorSpec((0,), torch.uint8, False)  # shapes, which are as in the message before
-    header = encode([TensorSpec((2, CASE.length, WIDTH), torch.float64, True), told])
+    metadata = TensorSpec((0,), torch.uint8, False)  # shapes, which are as in the message before
+    header = encode([TensorSpec((2, CASE.length, WIDTH), torch.float64, True), metadata])
     shapes = 0 if kind == "none" else 8 * len(header)
     assert first == COMPARED + 2 * (8 * HEADER_WORDS + shapes + expected.forward)
     assert second == COMPARED + 2 * (8 * HEADER_WORDS + expected.backward)

@@ -54,7 +54,7 @@ def test_over_a_network_a_stage_has_a_buffer_for_each_microbatch_in_flight(field
     first, *others = run(fields, 3, body)
     assert first[0] is None
     # What a stage has received is needed until its gradient is there, which is before W. One more has the shapes that
-    # the first message tells.
+    # the first message describes.
     expected = {"gpipe": [8, 8], "1f1b": [2, 1], "zero-bubble": [3, 1]}[fields["schedule"]]
     assert [buffers for buffers, _ in others] == [(count + 1, 0) for count in expected]
     if fields["schedule"] != "zero-bubble":

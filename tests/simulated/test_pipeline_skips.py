@@ -92,7 +92,7 @@ def test_a_message_has_what_later_stages_need_and_nothing_else(scale):
         numbers, edge = set(), step._assembly.parts.edges.to_next
         if edge is not None:
             send = edge.send
-            edge.send = lambda tensors: (numbers.add(len(tensors) - 1), send(tensors))[1]  # the last one tells shapes
+            edge.send = lambda tensors: (numbers.add(len(tensors) - 1), send(tensors))[1]  # the last one is metadata
         step(cases.batches(CASE)[0])
         return numbers
 

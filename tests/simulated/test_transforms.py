@@ -63,7 +63,7 @@ TRAINED = {
     "jacfwd": lambda model, x: torch.func.vmap(torch.func.jacfwd(lambda y: model.energy(y) * y))(x).sum(1),
 }
 WAYS = REFUSED | TRAINED
-FORWARD_MODE = ("jvp", "jvp of two layers", "jacfwd")
+FORWARD_MODE = ("jvp", "jvp of two layers", "jacfwd", "hessian")
 
 
 def trained(way, *, zero, size=2):

@@ -145,7 +145,8 @@ def _may_make_task(value: Any, module: Any) -> bool:
 def no_task(got: str, name: str, choices: Sequence[str], *, alike: Sequence[str] = (), file: str) -> TaskError:
     """The error of a file without a task of this name.
 
-    choices: the names that may be meant, the likeliest first; alike: others, which may be meant if they are alike
+    choices  names to suggest: the one that is spelled most alike, else the first
+    alike    names to suggest only if they are spelled alike
     """
     close = closest_match(name, [*choices, *alike]) or next(iter(choices), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"

@@ -148,7 +148,7 @@ def _loss_of_stage(objective: Objective, gates: Gates, output: StageOutput, part
         with gates.shown():
             loss = _loss(objective, output, part)
         if missing := sources_of([loss.total]):
-            raise StandInUsed(missing, line="")
+            raise StandInUsed(missing, place="")
     except StandInUsed as used:
         raise _unknown(gates.stage, used) from None
     return loss
@@ -156,10 +156,7 @@ def _loss_of_stage(objective: Objective, gates: Gates, output: StageOutput, part
 
 def _unknown(stage: int, used: StandInUsed) -> TaskError:
     """What a stage needs and is not sent, for the first batch did not need it."""
-    source = min(used.sources)
-    got = f"stage {stage} needs {source}, which it did not in the first batch" + (
-        f" ({used.line})" if used.line else ""
-    )
+    got = f"stage {stage} needs {min(used.sources)}, which it did not in the first batch{used.place}"
     need = "values that the first batch needs too: stages send these only"
     return TaskError(Problem(got, need, "a forward without this branch, or pp = 1"), where="the pipeline")
 

@@ -120,7 +120,7 @@ class FakeRank:
         region = laid_out.region or SplitRegion(laid_out.group)
         residual = SplitResidual(laid_out.residual.entries, region)
         gates = Gates(self._fake.model, self._known, stage, residual, torch.device(META))
-        gates.tell(self._recorded.described)
+        gates.set_metadata(self._recorded.described)
         return gates
 
     def _blocks(self, stage: int) -> Sequence[str]:

@@ -24,7 +24,7 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.knowledge import Knowledge
 from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
-from fourfold.step.pipeline.values import TENSOR, describe, take_apart, without_caches
+from fourfold.step.pipeline.values import OBJECT, TENSOR, describe, take_apart, without_caches
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import PlanError, Problem, TaskError
 
@@ -124,8 +124,12 @@ class PipelineAxis(NamedTuple):
         if text not in self.known.outputs:
             learn()
         if text not in self.known.outputs:
-            got, need = f"a call of the model that returns {text}", "what it returns with all weights near others"
-            raise TaskError(Problem(got, need), where="the pipeline")
+            got = f"a call of the model that returns {text}, and another form with other weights"
+            need = "dicts, lists and tuples that follow from the inputs: ranks of other stages do not see what they are"
+            raise TaskError(Problem(got, need, "pp = 1"), where="the pipeline")
+        if objects := [name for kind, name, *_ in described if kind == OBJECT]:
+            need = "tensors, numbers and texts, which can be sent to the ranks of other stages"
+            raise TaskError(Problem(f"a call of the model that returns a {objects[0]}", need), where="the pipeline")
         filled = []
         for index, (kind, *value) in enumerate(described):
             is_tensor = kind == TENSOR

@@ -3,7 +3,7 @@
 gate     what a module of an earlier stage does in place of its forward: it returns what it returned there, if that was
          sent, else stand-ins (`stand_in.py`)
 carried  values that a stage is sent besides the output of the block before its first one, because it needs them
-told     what the stage before says of all values in front of this stage: shapes, numbers; the last tensor of a message,
+metadata what a message says of all values in front of a stage: shapes, numbers. It is the last tensor of the message,
          without elements if it is as in the message before
 Law: a stage computes what the whole model computes between the outputs of the block before its first one and of its
 last one. What it needs and is not sent raises StandInUsed.
@@ -95,14 +95,14 @@ class Gates:
         weights = {Source(WEIGHT, name): each for name, each in (elsewhere or {}).items()}
         self._weights = {each: StandIn.like(like.shape, like.dtype, device, each) for each, like in weights.items()}
         self._known: Known = {}
-        """What the last message has told."""
-        self._told: Known = {}
-        """What this stage has told last."""
+        """The metadata of the last message that was received."""
+        self._sent_metadata: Known = {}
+        """The metadata of the last message that was sent."""
         self._shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
         """Weights and attributes of other stages as they are in the last forward: where, and what."""
 
-    def tell(self, known: Known) -> None:
-        """What the last message has told, of a stage that gets no messages."""
+    def set_metadata(self, known: Known) -> None:
+        """Give the metadata to a stage that gets no messages."""
         self._known = known
 
     @contextlib.contextmanager
@@ -163,9 +163,9 @@ class Gates:
         """By source of which something has been sent: its leaves."""
         if self._input is None:
             return {}
-        *sent, told = received
-        if told.numel():
-            self._known = decode(told)
+        *sent, metadata = received
+        if metadata.numel():
+            self._known = decode(metadata)
         tensors, given = iter([_writable(each) for each in sent]), {}
         for source, described in self._known.items():
             travels = self.travels(source, described, {self._input, *carried})
@@ -260,11 +260,11 @@ class Gates:
             if travels
         ]
         if missing := sources_of(tensors):
-            raise StandInUsed(missing, line="")
-        is_news = known != self._told
-        self._told = known
-        told = encode(known, self._device) if is_news else torch.empty(0, dtype=torch.uint8, device=self._device)
-        return [*tensors, told]
+            raise StandInUsed(missing, place="")
+        is_news = known != self._sent_metadata
+        self._sent_metadata = known
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return [*tensors, encode(known, self._device) if is_news else empty]
 
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""

@@ -8,9 +8,7 @@ has, or says which ones it has not.
 """
 
 import functools
-import traceback
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self, cast
 
 import torch
@@ -24,9 +22,10 @@ from fourfold.parts.torch_private import (
     tree_unflatten,
     written_arguments,
 )
+from fourfold.words.error_notes import frame_place, user_frame
 
 OUTPUT, ATTRIBUTE, WEIGHT = "output", "attribute", "weight"
-_OWN_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READS = {"numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__deepcopy__"}
 _aten = torch.ops.aten
 _FACTORIES = {
@@ -61,11 +60,11 @@ class Source(NamedTuple):
 class StandInUsed(BaseException):
     """Values of stand-ins are needed. Not an Exception: a model may catch these."""
 
-    def __init__(self, sources: Iterable[Source], *, line: str | None = None) -> None:
-        """`line`: of the user's code where; None: the one that runs now."""
+    def __init__(self, sources: Iterable[Source], *, place: str | None = None) -> None:
+        """`place`: where in the user's code, as `frame_place` says it; None: at the line that runs now."""
         super().__init__()
         self.sources = frozenset(sources)
-        self.line = _line_of_user() if line is None else line
+        self.place = frame_place(user_frame()) if place is None else place
 
 
 class StandIn(Tensor):
@@ -117,8 +116,9 @@ class StandIn(Tensor):
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
         try:
             result = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, NotImplementedError) or "meta" in str(error):  # its shape, or a number, needs values
+        except RuntimeError as error:
+            # The result, or its shape, follows from values; or the operation has no kernel that finds its shape.
+            if NEEDS_VALUES & set(func.tags) or isinstance(error, NotImplementedError):
                 raise StandInUsed(sources) from None
             raise
         if key is not None and isinstance(result, Tensor) and kwargs.get("device") is None:
@@ -138,7 +138,7 @@ def _key_of(func: Any, leaves: Iterable[Any], spec: Any) -> Any:
         (each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else (type(each), each) for each in leaves
     ]
     try:
-        hash(found := (func, spec, *key))
+        hash(found := (func, spec, torch.get_default_dtype(), *key))
     except TypeError:
         return None
     return found
@@ -218,11 +218,3 @@ def stand_in(
 def sources_of(tensors: Iterable[Tensor]) -> frozenset[Source]:
     """The sources of those that are stand-ins."""
     return frozenset[Source]().union(*(each.sources for each in tensors if isinstance(each, StandIn)))
-
-
-def _line_of_user() -> str:
-    """The innermost line of the user's code that runs now: "file.py:12: code"; empty if there is none."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_OWN_CODE):
-            return f"{Path(frame.filename).name}:{frame.lineno}: {(frame.line or '').strip()}"
-    return ""

@@ -1,10 +1,10 @@
-"""Values: what modules return and keep, as stages tell each other about it.
+"""Values: what modules return and keep, and how the messages between stages describe it.
 
 leaf      a tensor, or anything else that is no container: a number, None, an object
 form      the containers around leaves: dicts, lists, tuples, dataclasses
-described what a stage tells the later ones of a leaf: the shape of a tensor, a number or a text itself, or the type of
-          an object
-Law: what a stage says of its values is exact in each microbatch. The values of tensors travel only to stages that
+described what the metadata of a message say of a leaf: the shape of a tensor, a number or a text itself, or the type
+          of an object
+Law: the metadata are exact in each microbatch. The values of tensors travel only to stages that
 need them (`gates.py`).
 """
 
@@ -69,7 +69,7 @@ def _with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def describe(leaf: Any) -> Described:
-    """What later stages are told of a leaf."""
+    """What the metadata of messages say of a leaf."""
     if isinstance(leaf, Tensor):
         return (TENSOR, DTYPES.index(leaf.dtype), leaf.requires_grad, *leaf.shape)
     if leaf is None or isinstance(leaf, bool | int | float | str):
@@ -78,7 +78,7 @@ def describe(leaf: Any) -> Described:
 
 
 def stand_in_of(described: Described, device: torch.device, source: Source) -> Any:
-    """What a stage has in place of a leaf of which it has been told this."""
+    """What a stage has in place of a leaf of which the metadata say this."""
     kind, *rest = described
     if kind == PLAIN:
         return rest[0]
@@ -89,14 +89,14 @@ def stand_in_of(described: Described, device: torch.device, source: Source) -> A
 
 
 def encode(known: Known, device: torch.device) -> Tensor:
-    """What a stage tells the next one, as bytes; uint8."""
+    """The metadata of a message; uint8."""
     text = json.dumps([[*source, described] for source, described in known.items()])
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
 
 
-def decode(told: Tensor) -> dict[Source, tuple[Described, ...]]:
+def decode(metadata: Tensor) -> dict[Source, tuple[Described, ...]]:
     """What `encode` has encoded."""
-    entries = json.loads(bytes(told.tolist()))
+    entries = json.loads(bytes(metadata.tolist()))
     return {
         Source(kind, name, call): tuple(tuple(each) for each in described) for kind, name, call, described in entries
     }

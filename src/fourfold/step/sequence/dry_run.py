@@ -31,8 +31,8 @@ from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.shard_comparison import ShardComparison
+from fourfold.step.sequence.shard_rows import ShardMismatch
 from fourfold.step.sequence.token_shards import DP_INSTEAD, TokenShard
-from fourfold.step.sequence.tolerance import ShardMismatch
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError

@@ -41,18 +41,17 @@ from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.grad_taps import GradTaps, shard_shape
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
-from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
-from fourfold.step.sequence.tolerance import (
+from fourfold.step.sequence.shard_rows import (
     ShardMismatch,
     check_shard_rows,
-    gradient_tolerance_of,
-    is_close,
     is_replicated,
     is_shard_of,
     shard_rows,
 )
+from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.tolerance import gradient_tolerance_of, is_close
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11

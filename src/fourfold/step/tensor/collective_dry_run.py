@@ -156,6 +156,8 @@ class CollectiveTensorDryRun:
             log.warning("the dry run of tp = %d compared nothing, so the tensor rules are unchecked: %s", size, reason)
         elif reason := next((report["fallback"] for report in reports if report["fallback"]), ""):
             log.warning("the dry run of tp = %d compared in the model's own dtype, not in float64: %s", size, reason)
+        if reason := next((report["loss_error"] for report in reports if report["loss_error"]), ""):
+            log.warning("the dry run of tp = %d did not compare the loss, which failed: %s", size, reason)
 
 
 def _complete_draws(reports: Sequence[dict[str, Any]]) -> None:

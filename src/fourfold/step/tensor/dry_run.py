@@ -27,10 +27,10 @@ from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.dry_run.grad_projections import NOISE_FLOOR
+from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
 from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random_tiled
 from fourfold.step.model_call import call_model
-from fourfold.step.sequence.tolerance import gradient_tolerance_of, is_close
 from fourfold.step.tensor.draw_slices import FoundDraw
 from fourfold.step.tensor.drawn_weights import DrawnWeights, HeldWeights, WeightSource
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace, first_difference
@@ -39,6 +39,7 @@ from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, find_draws
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor.whole_model import RandomWeights
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.tolerance import gradient_tolerance_of, is_close
 from fourfold.words.errors import PeerError, Problem, TaskError
 
 SEED = 13
@@ -67,6 +68,7 @@ class Findings(NamedTuple):
     draws        for which part of its tensor each dropout of the forward draws
     unavailable  why nothing was compared; empty: it was
     fallback     why it was not compared in float64
+    loss_error   why the loss was not compared
     """
 
     problems: Sequence[Problem] = ()
@@ -76,6 +78,7 @@ class Findings(NamedTuple):
     draws: Sequence[FoundDraw] = ()
     unavailable: str = ""
     fallback: str = ""
+    loss_error: str = ""
 
 
 class Run(NamedTuple):
@@ -104,6 +107,7 @@ class TensorDryRun:
 
     def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device, loss: LossFunction | None) -> None:
         self._model, self._axis, self._device, self._loss = model, axis, device, loss
+        self._loss_error = ""
         self._shards = axis.shards
         self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
         self._problems = RuleProblems(model, axis)
@@ -147,7 +151,8 @@ class TensorDryRun:
                     group.finish(has_failed=True)
             else:
                 group.finish(has_failed=False)
-            return findings._replace(fallback="" if dtype is not None else "; ".join(dict.fromkeys(reasons)))
+            fallback = "" if dtype is not None else "; ".join(dict.fromkeys(reasons))
+            return findings._replace(fallback=fallback, loss_error=self._loss_error)
         if error is not None:
             raise error
         group.finish(has_failed=False)
@@ -201,8 +206,10 @@ class TensorDryRun:
             if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
                 raise CheckUnavailable("outputs that are not finite")
             losses = None
-            with contextlib.suppress(Exception):  # it is raised where the loss is trained
+            try:
                 losses = self._losses(run, _cast(batch, dtype), weights.parameters)
+            except Exception as error:  # of the user's loss, which raises it again where it is trained
+                self._loss_error = summarize_error(error)
             upstream = _random_upstream(run.outputs)
             run_backward(run.outputs, upstream)
         found = weights.local_gradients()

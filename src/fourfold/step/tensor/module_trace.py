@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.sequence.tolerance import is_close
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.step.tolerance import is_close
 
 INPUT, OUTPUT = "input", "output"
 

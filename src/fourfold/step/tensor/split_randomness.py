@@ -20,10 +20,10 @@ from fourfold.parts.torch_private import DisableTorchFunction, is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.dry_run.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
 from fourfold.step.sequence import sdpa_interception
-from fourfold.step.sequence.tolerance import is_close
 from fourfold.step.tensor.draw_slices import DrawSlice, FoundDraw, find_slice
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.step.tolerance import is_close
 
 COMPOSITES = {F.multi_head_attention_forward}
 """Whose dropouts are replaced inside of them."""

@@ -1,8 +1,4 @@
-"""Tolerance: whether a shard's numbers are the rows of the full tensor's.
-
-tolerance  the largest difference, relative to the largest number: rounding stays below it, mixed tokens do not
-floor      a size below which numbers are rounding noise, as are gradients that are 0 in theory
-"""
+"""Shard rows: whether a shard's numbers are the rows of the full tensor's."""
 
 import functools
 
@@ -10,13 +6,8 @@ import torch
 from torch import Tensor
 
 from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.tolerance import is_close
 
-# In float64, 29 model types of transformers differ by at most 2e-14, gradients included.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-HALF_TOLERANCE = 5e-2
-# Gradients accumulate more rounding: in bfloat16, the sums of these models' gradients differ by up to 3e-2.
-GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
-HALF_GRADIENT_TOLERANCE = 0.2
 # All ranks compute an output without tokens in the same way. A mean over tokens differs, but may be close.
 REPLICATED_TOLERANCE = {torch.float64: 1e-9}
 DEFAULT_REPLICATED_TOLERANCE = 1e-6
@@ -29,29 +20,6 @@ class ShardMismatch(Exception):
         self.got = f"{what} depend on other ranks' tokens" if depends_on_others else what
         self.is_in_backward = is_in_backward
         super().__init__(self.got)
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype.to_real(), HALF_TOLERANCE)
-
-
-def gradient_tolerance_of(dtype: torch.dtype) -> float:
-    return GRADIENT_TOLERANCE.get(dtype.to_real(), HALF_GRADIENT_TOLERANCE)
-
-
-@torch.no_grad()  # a checkpoint counts what autograd saves in it
-def is_close(expected: Tensor, actual: Tensor, tolerance: float | None = None, *, floor: float = 0.0) -> bool:
-    if expected.is_complex():
-        expected, actual = (torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual))
-    if not expected.is_floating_point():
-        return torch.equal(expected, actual)
-    if not torch.equal(expected.isnan(), actual.isnan()):
-        return False
-    if not expected.numel():
-        return True
-    tolerance = tolerance_of(expected.dtype) if tolerance is None else tolerance
-    expected, actual = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (expected, actual))
-    return (expected - actual).abs().max().item() <= tolerance * max(expected.abs().max().item(), floor, 1e-30)
 
 
 def is_replicated(full: Tensor, local: Tensor) -> bool:
