@@ -122,17 +122,38 @@ class TrainingOnly(Net):
 
 
 class InPlace(Net):
-    """Writes into the output of a module of the first stage, and carries it as it was."""
+    """Writes into the output of a module of the first stage, which the last one needs too."""
 
     def define(self) -> None:
         self.pos = nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
-        before = self.emb(x)
-        x = before * 1.0
+        x = entered = self.emb(x)
         x += self.pos(torch.arange(x.shape[1], device=x.device))
         x[:, 0] = x[:, 0] * 0.5
-        return self.head(self.through(x) + before)
+        return self.head(self.through(x) + entered)
+
+
+class Hooked(Net):
+    """Hooks change what modules return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in (self.emb, *self.blocks):
+            each.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+class Seldom(Block):
+    """Keeps something of odd numbers of samples only, so that only some data ranks see it in the first batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] % 2:
+            self.kept = x.detach()
+        return super().forward(x)
+
+
+class SeldomKept(Net):
+    block = Seldom
 
 
 class Maybe(nn.Module):
@@ -287,6 +308,43 @@ class Leaving(Block):
         return super().forward(x)
 
 
+class Scaling(torch.autograd.Function):
+    """Passes values on, and scales gradients by how many blocks have left something outside of the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.scale, LEFT.calls = getattr(LEFT, "calls", 0), 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.scale
+
+
+class Calling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        LEFT.calls = getattr(LEFT, "calls", 0) + 1
+        return super().forward(x)
+
+
+class HiddenGradient(Net):
+    """Neither outputs nor the loss show what the backward depends on."""
+
+    block = Calling
+
+    def through(self, x: Tensor) -> Any:
+        return Scaling.apply(super().through(x))
+
+
+class Misplaced(Net):
+    """Outputs depend on what blocks have left outside of the model."""
+
+    block = Leaving
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x) * (1 + LEFT.total.square())
+
+
 class Outside(Net):
     """The loss reads what blocks have left outside of the model."""
 
@@ -369,15 +427,7 @@ def divided(kind: type[nn.Module], fields: dict[str, Any], comm: Any) -> Trained
 
 
 OF_SAMPLES = [
-    KeptInBlocks,
-    Counted,
-    ReadByLoss,
-    TrainingOnly,
-    InPlace,
-    ListInFront,
-    OwnWeight,
-    Frozen,
-    Checkpointed,
+    *(KeptInBlocks, Counted, ReadByLoss, TrainingOnly, InPlace, Hooked, ListInFront, OwnWeight, Frozen, Checkpointed),
     Listening,
 ]
 OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers]
@@ -403,6 +453,8 @@ def test_what_crosses_a_stage_trains_as_on_one_device(kind, fields):
     (Penalty, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0"),
     (Stolen, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0\.up\.bias"),
     (Late, r"pos, which has weights and is defined behind the blocks, called in front of them"),
+    (HiddenGradient, r"other gradients of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
+    (Misplaced, r"other outputs of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Outside, r"another loss of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
 ])  # fmt: skip
 def test_what_cannot_cross_is_refused_before_the_first_update(kind, got):
@@ -418,6 +470,59 @@ def test_what_cannot_cross_is_refused_before_the_first_update(kind, got):
             assert torch.equal(each, before[name])
 
     threads.run(2, body)
+
+
+def test_what_only_some_data_ranks_have_seen_is_no_error():
+    def body(comm: Any) -> tuple[float, ...]:
+        step = TrainStep(
+            made(SeldomKept), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1),
+            plan=Plan(pp=2, dp=2), communicator=comm,
+        )  # fmt: skip
+        # 1 and 2 samples on the data ranks, then 3 on each.
+        few = tuple(tensor[:3] for tensor in batches()[0])
+        return tuple(step(cases.local_batch(batch, 2, step.dp_index)).loss for batch in (few, batches()[0]))
+
+    assert len(set(threads.run(4, body))) == 1
+
+
+def test_the_last_stage_has_the_buffers_that_it_writes():
+    def body(comm: Any) -> list[bool]:
+        step = TrainStep(
+            made(Buffers), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(pp=2), communicator=comm
+        )
+        step(batches()[0])
+        return [step.pipeline.is_own(name) for name in ("average", "emb.weight")]
+
+    assert threads.run(2, body) == [[False, True], [True, False]]
+
+
+RANK = threading.local()
+
+
+class FailsOnOne(Block):
+    """Fails on the ranks of odd numbers, in front of a sum over the tensor ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(RANK, "number", 0) % 2:
+            raise ValueError("odd")
+        return super().forward(x)
+
+
+class OneFails(Net):
+    block = FailsOnOne
+
+
+def test_no_tensor_rank_waits_for_one_that_fails():
+    def body(comm: Any) -> str:
+        RANK.number = comm.rank
+        rules = {"blocks.*.up": "column", "blocks.*.down": "row"}
+        plan, sgd = Plan(pp=2, tp=2), functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(made(OneFails), cross_entropy, sgd, plan=plan, communicator=comm, tensor=rules)
+        with pytest.raises((ValueError, TaskError)) as caught:
+            step(batches()[0])
+        return type(caught.value).__name__
+
+    assert threads.run(4, body) == ["TaskError", "ValueError", "TaskError", "ValueError"]
 
 
 def test_what_a_later_batch_needs_is_named_where_it_is_used():

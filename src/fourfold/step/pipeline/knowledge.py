@@ -48,14 +48,12 @@ class Knowledge:
         return None
 
     def is_in_front(self, stage: int, source: Source) -> bool:
-        """Whether a stage may be sent this value of an earlier one, besides the output of the block before it."""
+        """Whether a stage may be sent this value, which an earlier one has."""
         if not stage:
             return False
         if source.kind == WEIGHT:
             return source.name in self.stages.chain.own
         blocks = self.stages.chain.blocks[: self.stages.blocks[stage].start]
-        if source == Source(OUTPUT, blocks[-1]):
-            return False
         return any(is_of(source, name) for name in (*self.stages.chain.before, *blocks))
 
     def report(self, stages: range) -> dict[str, Any]:

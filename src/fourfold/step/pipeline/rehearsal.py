@@ -158,9 +158,7 @@ class Rehearsal:
         recorded, tensors, origins = self._recorded, [], []
         front = Source(OUTPUT, self._divided.stages.boundaries()[self._stage - 1])
         described = {
-            source: each
-            for source, each in recorded.described.items()
-            if source == front or self._known.is_in_front(self._stage, source)
+            source: each for source, each in recorded.described.items() if self._known.is_in_front(self._stage, source)
         }
         self._gates.set_metadata(described)
         carried = {front, *self._known.received_by(self._stage)}
