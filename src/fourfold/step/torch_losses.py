@@ -101,7 +101,9 @@ def _count_sequences(func: Any, given: Arguments) -> Count:
     return float(given["log_probs"].shape[1]) if given["log_probs"].dim() == 3 else 1.0
 
 
-CLASS_LOSSES = {F.cross_entropy, F.nll_loss} | {f for f in [getattr(F, "linear_cross_entropy", None)] if f is not None}
+CLASS_LOSSES = tuple(
+    getattr(F, name) for name in ("cross_entropy", "nll_loss", "linear_cross_entropy") if hasattr(F, name)
+)
 COUNT_FUNCTIONS: dict[Any, Callable[[Any, Arguments], Count]] = {
     **dict.fromkeys(CLASS_LOSSES, _count_targets),
     **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss), _count_elements),
