@@ -1,4 +1,4 @@
-"""Laws of losses whose error only a later batch shows: refused before that batch changes a weight."""
+"""Laws of losses whose error only a later batch would show: refused at once, or before that batch changes a weight."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ from tests.simulated.test_losses import (
 
 LATER = {
     "plus a mean by hand": lambda o, y: ce(*flat(o, y)) + o.square().mean(),
-    "a sum divided by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
+    "plus a mean of torch's": lambda o, y: ce(*flat(o, y)) + 0.1 * F.mse_loss(o, torch.zeros_like(o)),
+}
+BY_HAND = {
     "half a sum divided by those kept": lambda o, y: (
         0.5 * ce(*flat(o, y), reduction="sum") / (y >= 0).sum().clamp(min=1)
     ),
@@ -39,6 +41,8 @@ LATER = {
     "a mean of those kept": lambda o, y: o[y >= 0].square().mean() if (y >= 0).any() else 0 * o.sum(),
     "chunks": lambda o, y: sum(ce(*each, reduction="sum") for each in chunks(o, y)) / (y >= 0).sum().clamp(min=1),
     "smoothed by hand": lambda o, y: smoothed(o, y),
+    "a masked mean by a product": lambda o, y: (o.square().mean(-1) * ((y >= 0) * (1 / (y >= 0).sum().double()))).sum(),
+    "without zeros": lambda o, y: (o.square().sum(-1) * (y != 0)).sum() / (y != 0).sum(),
     "several": lambda o, y: torch.stack([(o.exp().sum(-1) * (y >= 0)).sum() / (y >= 0).sum() / 2, o.mean()]).sum(),
 }
 
@@ -62,6 +66,7 @@ def without_grad(o, y):
 
 
 EXACT = {
+    "a sum divided by all targets": lambda o, y: ce(*flat(o, y), reduction="sum") / y.numel(),
     "a sum divided by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / len(y),
     "a third of a sum divided by samples": lambda o, y: ce(*flat(o, y), reduction="sum") / (3 * len(y)),
     "a metric within no_grad": without_grad,
@@ -111,7 +116,7 @@ def refused_after(step, given, dp, match):
 
 
 @pytest.mark.parametrize(("name", "split"), in_turn(LATER, SPLITS + SHARDED))
-def test_a_loss_that_is_not_a_mean_of_the_kept_targets_is_refused_once_some_are_ignored(name, split):
+def test_a_loss_of_several_means_is_refused_once_their_counts_are_uneven(name, split):
     def body(comm):
         transport = "gloo" if split[2] == 3 else "by-host"
         plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)
@@ -126,6 +131,22 @@ def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name
     given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]
     got = threads.run(3, lambda comm: trained(comm, LATER[name], (3, 2, 0), given))
     assert max(oracle.deviation(each, train_in_one_process(LATER[name], given)) for each in got) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "split"), in_turn(BY_HAND, SPLITS + SHARDED))
+def test_a_mean_by_hand_that_may_leave_out_targets_is_refused_before_any_is_left_out(name, split):
+    inputs, targets = later()[0]
+    given = inputs, targets.clamp(min=1)  # nothing that a loss leaves out
+
+    def body(comm):
+        transport = "gloo" if split[2] == 3 else "by-host"
+        plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)
+        step = TrainStep(net(), BY_HAND[name], sgd, plan=plan, communicator=comm, clip=None)
+        with pytest.raises(TaskError, match=r"a scalar loss .* among the targets") as caught:
+            step(part(given, split[0], step.dp_index))
+        assert "try return (sum, count)" in str(caught.value)
+
+    threads.run(split[0], body)
 
 
 @pytest.mark.parametrize("given", [later, ignoring])

@@ -179,23 +179,22 @@ KINKED: dict[str, Callable[[Tensor], Tensor]] = {
     "flooding": lambda mean: (mean - 0.1).abs() + 0.1,
     "relu of a difference": lambda mean: F.relu(mean - 0.1),
     "minimum": lambda mean: torch.minimum(0.5 * mean, mean.new_tensor(50.0)),
-    "largest of a stack": lambda mean: torch.stack([mean, 0 * mean]).max(),
 }
 
 
 @pytest.mark.parametrize("kind", KINKED)
 def test_a_mean_through_a_function_with_a_kink_is_refused_before_it_reaches_the_kink(kind):
-    refused(net, PLANS[0], "a mean over the batch that passes through", lambda m, o, y: KINKED[kind](plain(m, o, y)))
+    match = "a scalar loss of .*, (for outputs of other sizes|once some are learned)"
+    refused(net, PLANS[0], match, lambda m, o, y: KINKED[kind](plain(m, o, y)))
 
     def by_hand(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
         return KINKED[kind]((outputs - F.one_hot(targets, CLASSES)).square().mean())
 
-    refused(net, PLANS[2], "a mean over the batch that passes through", by_hand)
+    refused(net, PLANS[2], match, by_hand)
 
 
 MAY_BE_NEGATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gaussian_nll_loss": lambda o, y: F.gaussian_nll_loss(o, y, torch.full_like(o, 4.0)),
-    "poisson_nll_loss": F.poisson_nll_loss,
+    "gaussian_nll_loss": lambda o, y: F.gaussian_nll_loss(o, y, torch.full_like(o, 0.3)),
     "nll_loss": lambda o, y: F.nll_loss(o, y.argmax(1)),
     "kl_div": lambda o, y: F.kl_div(o, y, reduction="batchmean"),
 }
@@ -207,4 +206,4 @@ def test_a_floor_under_a_loss_that_may_be_negative_is_refused(kind, floor):
     def loss(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
         return floor(MAY_BE_NEGATIVE[kind](outputs, F.one_hot(targets, CLASSES).to(outputs.dtype)))
 
-    refused(net, PLANS[0], "a mean over the batch that passes through", loss)
+    refused(net, PLANS[0], "a scalar loss of", loss)

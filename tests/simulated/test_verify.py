@@ -116,7 +116,7 @@ def test_the_oracle_compares_imaginary_parts():
     assert oracle.deviation(a, b) == pytest.approx(0.5 / abs(1.0 + 1.5j))
 
 
-def wrong_loss_sum(objective, value, calls, samples, outputs):
+def wrong_loss_sum(objective, value, calls, samples):
     loss = sum_loss(value, samples)
     return Loss(loss.total * 1.0001, loss.count)
 

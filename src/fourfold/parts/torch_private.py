@@ -105,24 +105,6 @@ saved_class_weights: Callable[[Node], Tensor | None] = operator.attrgetter("_sav
 saved_total_weight: Callable[[Node], Tensor] = operator.attrgetter("_saved_total_weight")
 saved_input: Callable[[Node], Tensor] = operator.attrgetter("_saved_self")
 saved_input_numel: Callable[[Node], int] = operator.attrgetter("_saved_self_sym_numel")
-saved_input_shape: Callable[[Node], Sequence[int]] = operator.attrgetter("_saved_self_sym_sizes")
-saved_dims: Callable[[Node], Sequence[int]] = operator.attrgetter("_saved_dim")
-saved_minimum: Callable[[Node], float | Tensor | None] = operator.attrgetter("_saved_min")
-
-
-def saved_maximum(node: Node) -> float | Tensor | None:
-    """The upper bound of a clamp; None where it has none."""
-    return getattr(node, "_saved_max", None)
-
-
-def packed_divisor(node: Node) -> Any:
-    """The divisor of a division as saved tensor hooks have packed it: reading it unpacks nothing."""
-    return node._raw_saved_other.data
-
-
-def grad_shapes(node: Node) -> list[Sequence[int]]:
-    """The shapes of the gradients that a node takes."""
-    return [each.shape for each in node._input_metadata]
 
 
 # ---- function modes, tensor subclasses and transforms of torch.func ---------------------------------------------

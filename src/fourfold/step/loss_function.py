@@ -1,6 +1,5 @@
 """Loss functions: what computes the loss of a model's outputs: a function of the user, or the model itself.
 
-leaves  the tensors of the outputs that the loss is computed of
 Law: a loss gets the batch that it is for, or the batch is refused.
 """
 
@@ -13,7 +12,7 @@ from fourfold.parts.tensor.split_logits import whole_logits
 from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import Microbatch, input_names
 from fourfold.step.model_call import model_loss
-from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words.error_notes import describe_function
 from fourfold.words.errors import Problem, TaskError
 
@@ -32,10 +31,6 @@ class LossFunction(Protocol):
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
         """The modules that the function is, or holds as a method, a partial or a closure; not the model's."""
-        ...
-
-    def leaves(self, outputs: Any) -> list[Tensor]:
-        """The tensors that the loss is computed of; none where the model has computed it already."""
         ...
 
     def with_new_graph(self, outputs: Any) -> Any:
@@ -57,9 +52,6 @@ class ModelLoss:
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
         return nn.ModuleList()
-
-    def leaves(self, outputs: Any) -> list[Tensor]:
-        return []
 
     def with_new_graph(self, outputs: Any) -> Any:
         return outputs
@@ -94,9 +86,6 @@ class UserLoss:
         of_model = set(model.modules())
         modules = dict.fromkeys(each for each in objects if isinstance(each, nn.Module))
         return nn.ModuleList(module for module in modules if module not in of_model)
-
-    def leaves(self, outputs: Any) -> list[Tensor]:
-        return list(tree_leaves(outputs))
 
     def with_new_graph(self, outputs: Any) -> Any:
         return tree_map(outputs, _require_grad)

@@ -1,9 +1,17 @@
 """Loss sums: what a loss function returns, as a sum and a count.
 
-Law: sums and counts are added up over microbatches and ranks; only then is the sum divided by the count.
+A scalar may be made of several means, each over its own count. The losses of the parts of a batch (microbatches, ranks)
+then add up to the loss of the whole batch only if these counts have the same ratio in every part.
+
+count         of one part: the weight of its scalar
+other_count   of one part: the counts that must be proportional to it, added up with fixed factors
+other_square  of one part: other_count² / count
+Law: sums and counts are added up over microbatches and ranks; only then is the sum divided by the count. With all three
+summed, other_count² = count · other_square if and only if the ratio is the same in every part (Cauchy and Schwarz).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +21,18 @@ from torch import Tensor
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, TaskError
 
+Count = float | Tensor
+MEND = "return (sum, count), or unreduced values"
+
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as a sum over `count` elements. A count computed from tensors stays on their device.
-
-    other_count, other_square  of a loss that is made of several means: see `uneven_means`
-    """
+    """A loss as a sum over `count` elements. A count computed from tensors stays on their device."""
 
     total: Tensor
-    count: float | Tensor
-    other_count: float | Tensor = 0.0
-    other_square: float | Tensor = 0.0
+    count: Count
+    other_count: Count = 0.0
+    other_square: Count = 0.0
 
 
 def sum_loss(value: Any, num_samples: int) -> Loss:
@@ -45,6 +53,30 @@ def sum_loss(value: Any, num_samples: int) -> Loss:
     if value.dim() == 0:
         return Loss(value.to(dtype) * num_samples, float(num_samples))
     return Loss(value.sum(dtype=dtype), float(value.numel()))
+
+
+def with_others(total: Tensor, count: Count, others: Sequence[Count]) -> Loss:
+    """A loss whose `others` must be proportional to its count in every part of a batch."""
+    # Factors with no small integer relation between them: differences cannot cancel out.
+    other: Count = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
+    if isinstance(other, Tensor) or isinstance(count, Tensor):
+        other = torch.as_tensor(other, dtype=torch.float64, device=count.device if isinstance(count, Tensor) else None)
+        return Loss(total, count, other, torch.where(other == 0, 0.0, other * other / count))
+    square = other * other / count if count else math.inf if other else 0.0
+    return Loss(total, count, other, square)
+
+
+def is_uneven(count: float, other_count: float, other_square: float) -> bool:
+    """Whether the counts of several means, each summed over all parts, are not proportional from part to part."""
+    square = other_count * other_count
+    return bool(other_count) and not count * other_square - square <= 1e-10 * square
+
+
+def uneven_problem(names: str) -> Problem:
+    """The problem of a loss whose means are uneven. `names`: the loss functions that took the means."""
+    what = f"means over different elements ({names})" if names else "means over different elements"
+    got = f"a loss that is one number, made of {what}, whose counts are not proportional from part to part of the batch"
+    return Problem(got, "one count for each part, so that the parts add up to the batch", MEND)
 
 
 def _checked_sum(value: Any) -> Tensor:

@@ -2,15 +2,16 @@
 
 scalar loss  a loss given as one number. It is a mean: over the elements that torch's loss functions counted, else over
              the samples
-call         one call of a torch loss function, observed while the loss is computed
+call         one call of a torch loss function that took a mean, observed while the loss is computed
 Law: the sums and counts of the parts of a batch add up to those of the whole batch, or the loss is refused.
 """
 
 import contextlib
 import dataclasses
-import math
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,13 @@ from torch import Tensor, nn
 from fourfold.parts.torch_private import is_compiled
 from fourfold.step.batch import Microbatch
 from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.loss_divisors import LossDivisors
-from fourfold.step.dry_run.loss_graph import final_nodes
-from fourfold.step.dry_run.loss_kinks import find_kinks
-from fourfold.step.loss_call_sites import OutputIndex, signature
 from fourfold.step.loss_function import LossFunction
-from fourfold.step.loss_sum import Loss, sum_loss
+from fourfold.step.loss_sum import Loss, sum_loss, with_others
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor_tree import tree_leaves, tree_map
-from fourfold.step.torch_losses import Count, LossCall, observing
-from fourfold.step.uneven_means import actual_divisor, squared_ratio
+from fourfold.step.torch_losses import RESHAPING_NODES, LossCall, observing
+
+MAX_NODES = 64  # walking over the graph takes time in each forward
 
 
 class StageOutput(NamedTuple):
@@ -45,38 +43,8 @@ class ForwardResult(NamedTuple):
     """The value that the loss function returned."""
     calls: Sequence[LossCall]
     loss: Loss
-    kinks: Sequence[str] = ()
-    """In a dry run: the functions with a kink through which a mean over the batch passes."""
-
-
-class ConsistencyCounts(Protocol):
-    """What is summed besides the count of a scalar loss, to find parts of a batch whose losses do not add up."""
-
-    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
-        """Values that are proportional to `count` only if all parts have the same divisors and the same means."""
-        ...
-
-
-class WholeBatch:
-    """The batch is not split: it is its only part."""
-
-    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
-        return []
-
-
-class SplitBatch:
-    """The batch is split."""
-
-    def __init__(self, loss: LossFunction, divisors: LossDivisors) -> None:
-        self._loss, self._divisors = loss, divisors
-
-    def __call__(self, value: Tensor, means: Sequence[LossCall], count: Count, outputs: Any) -> list[Count]:
-        counts = self._divisors.proportional_counts(value, count)
-        if means:
-            index = OutputIndex(self._loss.leaves(outputs))
-            origins = [(each.name, each.call_site, index.index_of(each.value)) for each in means]
-            counts.append(signature(*origins) * count)
-        return counts
+    is_torch_mean: bool = False
+    """Whether the loss is one of torch's means, perhaps cast or reshaped."""
 
 
 class Objective:
@@ -88,22 +56,18 @@ class Objective:
         self._around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
-        self.is_manual_mean = False
-        """Whether a scalar loss is the sum of a torch loss, which the user divides by its count."""
         self.is_mixed = False
         """Whether a scalar loss has other parts than torch's means, which differ from sample to sample."""
-        self.divided_by: float | None = None
-        """For a manual mean: the user's divisor as a multiple of the count; None: the loss is not a manual mean."""
         self.uses_counts = False
         """Whether a scalar loss is weighted by the elements that torch's loss functions count."""
         self.observes_forward = True
         """Whether calls are observed in the model's forward too."""
         self._has_calls_in_forward = False
-        self.divisors = LossDivisors()
-        self._consistency: ConsistencyCounts = SplitBatch(loss, self.divisors) if is_batch_split else WholeBatch()
-        self._is_unused_call: list[bool] = []
-        """Which calls do not change the scalar loss, such as metrics that are only printed; empty: not known."""
-        self._is_trained_call: list[bool] = []
+        self._is_batch_split = is_batch_split
+        self._is_used: Sequence[bool] = []
+        """Which calls the last scalar loss with a graph was made of: metrics that are only printed are not."""
+        self._is_unused: Sequence[bool] = []
+        """Which calls the loss of the dry run does not depend on."""
         self._loss_names: Sequence[str] = []
         self.dummy_batch: Microbatch | None = None
         """A sample for the forward of a rank without samples, if forward changes buffers; else None."""
@@ -138,7 +102,7 @@ class Objective:
     def loss(self, output: StageOutput, part: Microbatch) -> ForwardResult:
         """The loss of a microbatch's outputs. Raises TaskError if there is no loss."""
         with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
-            value = self._compute_loss_with_graph(output.outputs, part)
+            value = self.raw_loss(output.outputs, part)
         return self._make_result(output.outputs, value, [*output.calls, *calls], part)
 
     def __call__(self, model: nn.Module, part: Microbatch) -> ForwardResult:
@@ -146,7 +110,7 @@ class Objective:
         return self.loss(self.forward(model, part), part)
 
     def dry_run(self, model: nn.Module, part: Microbatch) -> ForwardResult:
-        """The same without keeping the graph; records which calls the loss depends on, and its kinks and divisors."""
+        """The same without keeping the graph; finds out which calls the loss depends on, and by which factor."""
         with observing() as calls:
             outputs = call_model(model, part.inputs, part.real_tokens)
             if is_compiled(model):
@@ -157,24 +121,26 @@ class Objective:
                 outputs = self._loss.with_new_graph(outputs)
             with torch.enable_grad():
                 value = self.raw_loss(outputs, part)
-        kinks = self._find_kinks(outputs, value, calls, part.num_samples)
         derivatives = _derivatives(value, calls)
-        if self.is_scalar(value, part.num_samples):
-            self.divisors.record(value, part.num_samples)
-        calls = [
-            dataclasses.replace(c, value=c.value.detach(), derivative=d)
-            for c, d in zip(calls, derivatives, strict=True)
-        ]
-        is_unused = [each.derivative is None for each in self._trained_calls(calls)]
-        self._is_unused_call = [] if all(is_unused) else is_unused
-        outputs, value = (tree_map(tree, Tensor.detach) for tree in (outputs, value))  # the graph is not kept
-        return self._make_result(outputs, value, calls, part)._replace(kinks=kinks)
+        self._is_unused = [each is None for each in derivatives]
+        calls = [dataclasses.replace(c, derivative=d) for c, d in zip(calls, derivatives, strict=True)]
+        return _without_graph(self._make_result(outputs, value, calls, part))
 
-    def _find_kinks(self, outputs: Any, value: Any, calls: Sequence[LossCall], samples: int) -> Sequence[str]:
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            return []
-        rows = [t for t in self._loss.leaves(outputs) if t.dim() and len(t) == samples]
-        return find_kinks(value, calls, rows)
+    def loss_of_outputs(self, outputs: Any, part: Microbatch) -> ForwardResult:
+        """The loss of outputs that no forward has made, such as those of a few samples of a batch, with its graph."""
+        outputs = self._loss.with_new_graph(outputs)
+        with torch.enable_grad(), observing() as calls:
+            value = self.raw_loss(outputs, part)
+        return self._make_result(outputs, value, calls, part)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within, losses that no batch has shown are computed: they teach nothing."""
+        before = self.uses_counts, self._is_used, self._is_unused
+        try:
+            yield
+        finally:
+            self.uses_counts, self._is_used, self._is_unused = before
 
     def raw_loss(self, outputs: Any, part: Microbatch) -> Any:
         """What the loss function returns."""
@@ -211,41 +177,28 @@ class Objective:
         return sum_loss(value, self.dummy_batch.num_samples).total
 
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:
-        trained = self._contributing_calls(value, self._trained_calls(calls))
-        return ForwardResult(outputs, value, trained, self.sum_loss(value, trained, part.num_samples, outputs))
+        used = self._used_calls(value, calls)
+        loss = self.sum_loss(value, used, part.num_samples)
+        return ForwardResult(outputs, value, used, loss, _is_torch_mean(value, used))
 
-    def _trained_calls(self, calls: Sequence[LossCall]) -> Sequence[LossCall]:
-        """The calls that require gradients; with autograd off, those that did when it was last on."""
-        flags = [each.is_trained for each in calls]
-        if any(flag is not None for flag in flags):  # then a call within no_grad, whose flag is None, is not trained
-            self._is_trained_call = flags = [bool(flag) for flag in flags]
-        elif len(self._is_trained_call) == len(calls):
-            flags = list(self._is_trained_call)
-        if any(flags):
-            calls = [each for each, flag in zip(calls, flags, strict=True) if flag is not False]
-        return calls
-
-    def _contributing_calls(self, value: Any, calls: Sequence[LossCall]) -> Sequence[LossCall]:
-        """The calls without those on which the loss did not depend in the dry run, unless it does now."""
-        if len(self._is_unused_call) != len(calls) or not any(self._is_unused_call):
+    def _used_calls(self, value: Any, calls: Sequence[LossCall]) -> Sequence[LossCall]:
+        """The calls that a scalar was made of. Without a graph: those of the last one with as many calls."""
+        if calls and isinstance(value, Tensor) and value.grad_fn is not None:
+            near = _nodes_near(value, calls)
+            known = self._is_unused if len(self._is_unused) == len(calls) else [False] * len(calls)
+            flags = [
+                call.value.requires_grad and (call.value.grad_fn in near or not is_unused)
+                for call, is_unused in zip(calls, known, strict=True)
+            ]
+            # Within no_grad, as in the first forward of a reentrant checkpoint, none has a graph.
+            self._is_used = flags if any(flags) else [not call.value.requires_grad for call in calls]
+        if len(self._is_used) != len(calls):
             return calls
-        now = [node for node, _ in final_nodes(value.grad_fn)] if isinstance(value, Tensor) else []
-        return [
-            each
-            for each, is_unused in zip(calls, self._is_unused_call, strict=True)
-            if not is_unused or each.value.grad_fn in now
-        ]
+        return [call for call, is_used in zip(calls, self._is_used, strict=True) if is_used]
 
     def finish_first_step(self) -> None:
         """After the first training step: stop observing forward if it calls no loss function."""
         self.observes_forward = self._has_calls_in_forward
-
-    def _compute_loss_with_graph(self, outputs: Any, part: Microbatch) -> Any:
-        """The loss, with its graph where the divisors are read from it, in an evaluation too."""
-        if torch.is_grad_enabled() or not self.divisors.has_divisors:
-            return self.raw_loss(outputs, part)
-        with torch.enable_grad():
-            return self.raw_loss(self._loss.with_new_graph(outputs), part)
 
     def is_scalar(self, value: Any, num_samples: int) -> bool:
         """Whether this is a scalar loss. Shape [1] is one too, unless it is the unreduced value of one sample."""
@@ -257,39 +210,55 @@ class Objective:
             self.is_shape_1_scalar = True
         return bool(self.is_shape_1_scalar)
 
-    def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int, outputs: Any) -> Loss:
-        """The loss as a sum and a count. `calls`: those it was made of, and `outputs` those of the model."""
+    def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int) -> Loss:
+        """The loss as a sum and a count. `calls`: those it was made of."""
         if not self.is_scalar(value, num_samples):
             return sum_loss(value, num_samples)
-        means = [each for each in calls if each.is_mean]
-        counts = [each.count for each in means]
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        if not counts and self.is_manual_mean and calls:
-            if not isinstance(calls[0].count, Tensor) and not calls[0].count:
-                return Loss(calls[0].value.to(dtype), 0.0)  # not `value`: the user's division of 0 by 0 is NaN
-            counts = [each.count for each in calls]
-        self.uses_counts |= bool(counts)
+        self._loss_names = [each.name for each in calls]
+        self.uses_counts |= bool(calls)
         # Where means are counted, a part without a mean has no elements: `if mask.any(): … else: 0 * outputs.sum()`.
-        count, *others = counts or [0.0 if self.uses_counts else float(num_samples)]
-        total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
-        if self.is_mixed and (counts or self.uses_counts):
+        count, *others = [each.count for each in calls] or [0.0 if self.uses_counts else float(num_samples)]
+        if self.is_mixed and self.uses_counts:
             others.append(float(num_samples))
-        if (
-            self.divided_by is not None
-            and calls
-            and (self.is_manual_mean or len(calls) == 1)
-            and not any(c.is_mean for c in calls)
-        ):
-            self._loss_names = [calls[0].name]
-            divisor = actual_divisor(value.detach().reshape(()), calls[0].value, self.divided_by * count)
-            return Loss(total, count, divisor, squared_ratio(divisor, count))
-        self._loss_names = [each.name for each in means]
-        others += self._consistency(value, means, count, outputs)
-        if not others:
-            return Loss(total, count)
-        # Factors with no small integer relation between them: differences cannot cancel out.
-        other = sum(math.sqrt(2 + index) * each for index, each in enumerate(others))
-        return Loss(total, count, other, squared_ratio(other, count))
+        if calls and self._is_batch_split:  # all parts take the same means
+            kind = repr((self._loss_names, _is_torch_mean(value, calls)))
+            others.append((1.0 + zlib.crc32(kind.encode()) / 2**32) * count)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
+        return with_others(total, count, others) if others else Loss(total, count)
+
+
+def _is_torch_mean(value: Any, calls: Sequence[LossCall]) -> bool:
+    """Whether a loss is the mean that its only call has taken."""
+    if len(calls) != 1 or not isinstance(value, Tensor):
+        return False
+    node = value.grad_fn
+    while node is not None and node is not calls[0].value.grad_fn and node.name() in RESHAPING_NODES:
+        node = node.next_functions[0][0]
+    return value is calls[0].value or (node is not None and node is calls[0].value.grad_fn)
+
+
+def _nodes_near(value: Tensor, calls: Sequence[LossCall]) -> set[Any]:
+    """The nodes of autograd's graph nearest to a scalar, until those of all calls are among them."""
+    missing = {call.value.grad_fn for call in calls} - {None}
+    pending, found = deque([value.grad_fn]), set[Any]()
+    while missing and pending and len(found) < MAX_NODES:
+        node = pending.popleft()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        if node in missing:  # what is behind it is its own
+            missing.remove(node)
+        else:
+            pending += [before for before, _ in node.next_functions]
+    return found
+
+
+def _without_graph(result: ForwardResult) -> ForwardResult:
+    outputs, raw_loss = (tree_map(tree, Tensor.detach) for tree in (result.outputs, result.raw_loss))
+    calls = [dataclasses.replace(each, value=each.value.detach()) for each in result.calls]
+    loss = dataclasses.replace(result.loss, total=result.loss.total.detach())
+    return result._replace(outputs=outputs, raw_loss=raw_loss, calls=calls, loss=loss)
 
 
 def _derivatives(value: Any, calls: Sequence[LossCall]) -> list[float | None]:

@@ -26,10 +26,9 @@ from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.batch import Microbatch
-from fourfold.step.loss_sum import Loss
+from fourfold.step.loss_sum import Loss, is_uneven, uneven_problem
 from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.step_parts import StageParts, StepParts
-from fourfold.step.uneven_means import is_uneven, uneven_problem
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
 
@@ -56,7 +55,7 @@ class StepTotals:
     """How many ranks have another batch than the ranks of their sequence: see `sequence/batch_consistency.py`."""
     other_count: float
     other_square: float
-    """Of a loss that is made of several means: see `uneven_means`."""
+    """Of a loss that is made of several means: see `loss_sum`."""
     num_damaged: float
     """How many samples ranks have left out because they are damaged; ranks that share samples count each of them."""
 

@@ -23,27 +23,23 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.parts.tensor.cross_entropy import cross_entropy
 from fourfold.parts.torch_private import are_transforms_active
-from fourfold.step.loss_call_sites import call_site
+from fourfold.step.loss_sum import Count
 
+# The nodes of autograd's graph that may follow a mean without changing the number.
+RESHAPING_NODES = {f"{op}Backward0" for op in ("ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone")}
 DEFAULT_IGNORE_INDEX = -100  # torch's default
 Arguments = dict[str, Any]
-Count = float | Tensor
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """One call with a scalar result. A count that depends on targets stays on their device."""
+    """One call that took a mean. A count that depends on targets stays on their device."""
 
     name: str
     count: Count
-    is_mean: bool
     value: Tensor
-    is_trained: bool | None
-    """Whether the result requires a gradient, as metrics do not; None: autograd was off."""
     derivative: float | None = None
-    """The derivative of the scalar loss with respect to this value; None: not known."""
-    call_site: int = 0
-    """Where it was called: see `loss_call_sites`."""
+    """In a dry run, the derivative of the scalar loss with respect to this value; None: it does not depend on it."""
 
 
 def _count_targets(func: Any, given: Arguments) -> Count:
@@ -117,16 +113,6 @@ COUNT_FUNCTIONS: dict[Any, Callable[[Any, Arguments], Count]] = {
     F.cosine_embedding_loss: _count_pairs,
     F.ctc_loss: _count_sequences,
 }
-NONNEGATIVE_LOSSES = frozenset(
-    {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy", "linear_cross_entropy"}
-    | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "cosine_embedding_loss"}
-    | {"margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"}
-    | {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
-)
-"""Names of those that are never below 0, with targets and weights as torch's documentation allows them.
-
-A density may exceed 1 (gaussian_nll_loss), and scores need not be log-probabilities (nll_loss, ctc_loss).
-"""
 _PARAMETER_NAMES = {func: tuple(inspect.signature(func).parameters) for func in COUNT_FUNCTIONS}
 
 
@@ -163,17 +149,15 @@ class observing(TorchFunctionMode):
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         given = _bind_arguments(func, args, kwargs)
-        reduction = given["reduction"]
-        if reduction not in ("mean", "batchmean", "sum"):
+        if given["reduction"] not in ("mean", "batchmean"):
             return func(*args, **kwargs)
         count = _try_count(func, given)
         if isinstance(count, Exception):
             func(*args, **kwargs)  # raises, and names the argument
             raise count
-        is_plain = reduction == "sum" or (not isinstance(count, Tensor) and count)
+        is_plain = not isinstance(count, Tensor) and count
         value = func(*args, **kwargs) if is_plain else _safe_mean(func, given, count)
-        is_trained = value.requires_grad if torch.is_grad_enabled() else None
-        self._calls.append(LossCall(func.__name__, count, reduction != "sum", value, is_trained, call_site=call_site()))
+        self._calls.append(LossCall(func.__name__, count, value))
         return value
 
 

@@ -36,6 +36,7 @@ from fourfold.step.dry_run.state_problems import sample_dependence_problems
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
+from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may mistake a single sample for a batch without its first dim
@@ -83,7 +84,7 @@ class DryRun:
         model or loss is raised on that rank, and a TaskError on the others.
         """
         report: dict[str, Any] = {"error": None, "problems": [], "loss": None, "has_writes": False, "is_empty": True}
-        report |= {"is_shape_1_scalar": False, "uses_counts": False, "state_changes": {}, "divisors": None}
+        report |= {"is_shape_1_scalar": False, "uses_counts": False, "state_changes": {}}
         error: Exception | None = None
         self._comparison.compared_batch = None
         with unsharded("try out"), self._statistics.in_dry_run():
@@ -108,7 +109,6 @@ class DryRun:
 
     def _inspect_batch(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """What a batch shows on this rank."""
-        self._objective.divisors.reset()
         is_empty = num_samples(batch) == 0
         report: dict[str, Any] = {"is_empty": is_empty}
         self._weight_check.reset()
@@ -127,6 +127,7 @@ class DryRun:
         batch, activations, compared = None, 0, self._comparison.compared_batch
         if compared is not None:
             batch = subsample(compared.batch, min(num_samples(compared.batch), NUM_CHECKED_SAMPLES))
+            batch = tree_map(batch, lambda tensor: tensor.flip(0))  # other parts than those compared before
             # Activations have gradients too; a single sample is checked as two.
             activations = 2 * compared.elements_per_sample * max(2, num_samples(batch))
         local_fit = find_memory_fit(
@@ -167,13 +168,10 @@ class DryRun:
             raise TaskError(list(dict.fromkeys(problems)), where="the model")
         losses = [LossComparison(*report["loss"]) for report in reports if report["loss"] is not None]
         losses = [loss for loss in losses if loss.is_comparable]
-        self._apply_losses(losses)
-        self._objective.divisors.merge_ranks([report["divisors"] for report in reports])
+        self._objective.is_mixed = any(loss.is_mixed for loss in losses)
         self._objective.is_shape_1_scalar = any(report["is_shape_1_scalar"] for report in reports)
         self._objective.uses_counts = any(report["uses_counts"] for report in reports)
-        problems = [] if self._objective.is_manual_mean else [loss.problem for loss in losses]
-        problems += [loss.kink_problem for loss in losses]
-        if (problem := next((each for each in problems if each is not None), None)) is not None:
+        if (problem := next((loss.problem for loss in losses if loss.problem is not None), None)) is not None:
             raise TaskError(problem, where="the loss")
         empty_ranks = [rank for rank, report in enumerate(reports) if report["is_empty"]]
         if empty_ranks and len(empty_ranks) < len(reports) and self._needs_empty_ranks(reports):
@@ -184,14 +182,6 @@ class DryRun:
     def _needs_empty_ranks(self, reports: list[dict[str, Any]]) -> bool:
         """Whether a rank without samples must run forward all the same."""
         return any(report["has_writes"] for report in reports) or self._statistics.needs_empty_ranks()
-
-    def _apply_losses(self, losses: list[LossComparison]) -> None:
-        """Tell the objective how these losses, of all ranks, are weighted."""
-        self._objective.is_manual_mean = bool(losses) and all(loss.is_manual_mean for loss in losses)
-        self._objective.is_mixed = any(loss.is_mixed for loss in losses)
-        divisors = [loss.divided_by for loss in losses]
-        is_divided = bool(losses) and all(divisor is not None for divisor in divisors)
-        self._objective.divided_by = 1.0 if self._objective.is_manual_mean else divisors[0] if is_divided else None
 
 
 def _raise_first_error(reports: list[dict[str, Any]], error: Exception | None) -> None:

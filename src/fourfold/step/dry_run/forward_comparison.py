@@ -31,6 +31,7 @@ from fourfold.step.dry_run.forward_state import (
     summarize_changes,
 )
 from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
+from fourfold.step.dry_run.loss_probes import probe_loss, probe_model_loss
 from fourfold.step.dry_run.state_problems import (
     forward_count_problems,
     loss_state_problem,
@@ -51,7 +52,7 @@ class DryRunForward(NamedTuple):
 
     result: ForwardResult | None
     """None where the loss is not computed."""
-    num_samples: int
+    part: Microbatch
     state_changes: StateChanges
     loss_state_changes: StateChanges
     """What it wrote into buffers and parameters of the loss's modules."""
@@ -61,6 +62,10 @@ class DryRunForward(NamedTuple):
     min_itemsize: int
     num_elements: int
     """How many numbers its operations have computed."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.part.num_samples
 
 
 class ComparedBatch(NamedTuple):
@@ -135,7 +140,6 @@ class ForwardComparison:
             "is_shape_1_scalar": self._objective.is_shape_1_scalar,
             "uses_counts": self._objective.uses_counts,
             "state_changes": summarize_changes(full.state_changes),
-            "divisors": self._objective.divisors.summarize(),
         }
 
     # ---- forwards -----------------------------------------------------------------------------------
@@ -164,11 +168,11 @@ class ForwardComparison:
             tree_map(slice_samples(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor]))
             for start in (0, half)
         )
-        return full, [self._forward(twice)._replace(num_samples=half) for twice in halves_twice]
+        forwards = [self._forward(twice) for twice in halves_twice]
+        return full, [each._replace(part=each.part._replace(num_samples=half)) for each in forwards]
 
     def _forward(self, batch: Any, *, num_forwards: int = 1) -> DryRunForward:
-        samples = num_samples(batch)
-        part = Microbatch(*unpack_batch(batch), samples, 0)
+        part = Microbatch(*unpack_batch(batch), num_samples(batch), 0)
         modules, check = self._objective.loss_modules(self._model), self._weight_check
         # With autograd on, as in a step: a model may differentiate within forward.
         with (
@@ -185,7 +189,7 @@ class ForwardComparison:
             loss_changes = loss_state.changes() if self._compares_state else {}
             return DryRunForward(
                 results[-1],
-                samples,
+                part,
                 changes,
                 loss_changes,
                 has_writes or bool(loss_changes),
@@ -221,13 +225,33 @@ class ForwardComparison:
             part_sizes=[forward.num_samples for forward in parts],
             min_itemsize=min(forward.min_itemsize for forward in forwards),
             max_output=max(map(_max_finite, outputs), default=0.0),
-        )._replace(
-            has_randomness=any(forward.has_randomness for forward in forwards), loss_names=self._objective.loss_names
-        )
+        )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
         # With a single part, the model takes one sample at a time.
         if comparison.is_comparable and not comparison.has_randomness and len(parts) > 1:
             self.compared_batch = ComparedBatch(batch, -(-full.num_elements // full.num_samples))
-        return comparison
+        if not comparison.is_comparable or comparison.problem is not None or not self._is_scalar(full):
+            return comparison
+        return comparison if comparison.is_torch_mean else self._probe_loss(full, full_result, comparison)
+
+    def _probe_loss(self, full: DryRunForward, result: ForwardResult, comparison: LossComparison) -> LossComparison:
+        """The comparison of a hand-made scalar loss, or of a probe in which it is no mean."""
+        part, means = full.part, [call.name for call in result.calls]
+        with self._objective.trying(), preserve_state(self._objective.loss_modules(self._model)):
+            if not self._objective.is_model_loss:
+                probed = probe_loss(self._compute_loss, result.outputs, part.targets, part.num_samples, means=means)
+            elif not comparison.has_randomness:
+                probed = probe_model_loss(self._compute_model_loss, part.inputs, part.num_samples, means=means)
+            else:
+                return comparison
+        return probed.fault or comparison._replace(is_mixed=comparison.is_mixed or probed.is_mixed)
+
+    def _compute_loss(self, outputs: Any, targets: Any, samples: int) -> ForwardResult:
+        return self._objective.loss_of_outputs(outputs, Microbatch(None, targets, samples, 0))
+
+    def _compute_model_loss(self, _: Any, inputs: Any, samples: int) -> ForwardResult:
+        result = self._forward(inputs).result
+        assert result is not None, samples
+        return result
 
     def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the model state that these forwards have changed."""

@@ -7,11 +7,15 @@ Law: what is not a mean, such as a sum or a loss between the samples of a batch,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from fourfold.step.loss_sum import MEND, is_uneven, uneven_problem
 from fourfold.step.objective import ForwardResult
-from fourfold.step.uneven_means import is_uneven, uneven_problem
+from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem
 
 # Relative to the largest of the losses, by the size in bytes of the least precise number in a forward.
@@ -30,8 +34,6 @@ class LossComparison(NamedTuple):
     is_comparable: bool = False
     """Whether there was anything to compare: finite numbers of some elements."""
     is_additive: bool = True
-    is_manual_mean: bool = False
-    """Whether the loss is a sum of torch's that the user divided by its own count, and adds up as such."""
     is_uneven: bool = False
     """Whether the loss consists of several means whose counts are not proportional."""
     has_randomness: bool = False
@@ -39,43 +41,37 @@ class LossComparison(NamedTuple):
     loss_names: str = ""
     is_mixed: bool = False
     """Whether the loss has, besides torch's means, other terms that differ from sample to sample."""
-    divided_by: float | None = None
-    """If the loss is a sum of torch's that the user divided: the divisor per sample. Else None."""
     is_unreduced: bool = False
     """Whether the loss is the mean of unreduced values."""
-    kinks: Sequence[str] = ()
-    """The functions with a kink that a mean over the batch passes through."""
-
-    @property
-    def kink_problem(self) -> Problem | None:
-        """What is wrong with a scalar that is no multiple of a mean, though it may look like one."""
-        if not self.kinks:
-            return None
-        got = f"a scalar loss: a mean over the batch that passes through {', '.join(dict.fromkeys(self.kinks))}"
-        need = "sums and multiples of means: later, one part may be beyond the kink while the full batch is not"
-        attempt = "the function on unreduced values; or (loss * n, n), which trains the mean of the parts' losses"
-        return Problem(got, need, attempt)
+    mixes_outputs: bool = False
+    """Whether the model's outputs for a sample are others in a part than among all samples."""
+    is_torch_mean: bool = False
+    """Whether the loss is one of torch's means."""
+    change: str = ""
+    """How the samples were changed, in words; empty: not at all."""
 
     @property
     def problem(self) -> Problem | None:
-        """What is wrong with the loss, unless it is a manual mean."""
+        """What is wrong with the loss, or with the model."""
         if self.is_uneven:
             return uneven_problem(self.loss_names)
         if self.is_additive or self.has_randomness:
             return None
-        sizes = " and ".join(map(str, self.part_sizes))
+        sizes, together = " and ".join(map(str, self.part_sizes)), f"{sum(self.part_sizes)} samples together"
         full, parts = _format_distinct(self.full_mean, self.parts_mean)
+        kind = "unreduced loss values with a mean" if self.is_unreduced else "a scalar loss"
+        if self.mixes_outputs and (self.is_unreduced or self.is_torch_mean):
+            got = f"a model whose outputs for a sample change with the other samples: {kind} of {full} for {together},"
+            got += f" but {parts} for the same samples in parts of {sizes}"
+            need = "a model in which samples do not see each other: the batch is split into parts"
+            attempt = "GroupNorm or LayerNorm instead of batch statistics, attention within a sample; or dp = 1 and"
+            return Problem(got, need, f"{attempt} microbatches = 1")
+        got = f"{kind} of {full} for {together}, but {parts} for the same samples in parts of {sizes}{self.change}"
         if self.is_unreduced:
-            got = f"unreduced loss values with a mean of {full} for {sum(self.part_sizes)} samples together"
-            got += f", but {parts} for the same samples in parts of {sizes}"
-            need = "values that depend on their own sample alone, in model and loss: the batch is split into parts"
-            attempt = "GroupNorm instead of batch statistics; (values.sum(), len(values)) trains each part by itself"
-            return Problem(got, need, attempt)
-        got = f"a scalar loss of {full} for {sum(self.part_sizes)} samples together"
-        got += f", but {parts} as the mean for the same samples in parts of {sizes}"
-        need = "a mean over samples, or over what torch's loss functions count: the batch is split into parts"
-        attempt = "unreduced values, or a pair (sum, count); (loss * n, n) trains the mean of the parts' losses"
-        return Problem(got, need, attempt)
+            need = "values that depend on their own sample alone: the batch is split into parts"
+            return Problem(got, need, "return (values.sum(), len(values)), which trains each part by itself")
+        need = "a mean over samples, or one of torch's own means: the batch is split into parts"
+        return Problem(got, need, MEND)
 
 
 def compare_losses(
@@ -86,49 +82,31 @@ def compare_losses(
     `min_itemsize` is that of the least precise number in the forwards, `max_output` the largest output.
     """
     forwards = (full, *parts)
-    losses = [_WeightedLoss(float(each.loss.total.detach()), float(each.loss.count)) for each in forwards]
+    losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in forwards]
+    means = [_weighted_mean(losses[:1]), _weighted_mean(losses[1:]), *(_weighted_mean([each]) for each in losses)]
     comparison = LossComparison(
-        _weighted_mean(losses[:1]), _weighted_mean(losses[1:]), part_sizes, is_unreduced=full.raw_loss.numel() != 1
+        means[0],
+        means[1],
+        part_sizes,
+        is_unreduced=full.raw_loss.numel() != 1,
+        is_torch_mean=all(each.is_torch_mean for each in forwards),
+        loss_names=", ".join(dict.fromkeys(call.name for each in forwards for call in each.calls)),
     )
-    # A kink for each sample, as in a loop over samples, is none of a mean: then the full batch has more than a part.
-    if len({len(each.kinks) for each in forwards}) == 1 and sum(part_sizes) > 1:
-        comparison = comparison._replace(kinks=full.kinks)
-
-    def tolerance(means: Sequence[float]) -> float:
-        return LOSS_TOLERANCE[min_itemsize] * (max(map(abs, means)) + OUTPUT_FRACTION * max_output)
-
-    is_manual_mean = _is_manual_mean([_manual_sums(each) for each in forwards], tolerance)
-    means = [comparison.full_mean, comparison.parts_mean, *(_weighted_mean([each]) for each in losses)]
+    mixes_outputs = _mixes_outputs(full, parts, part_sizes, LOSS_TOLERANCE[min_itemsize] * max_output)
+    comparison = comparison._replace(mixes_outputs=mixes_outputs)
     if not all(map(math.isfinite, means)):
-        if not is_manual_mean and losses[0].num_elements and math.isfinite(comparison.full_mean):
-            return comparison._replace(is_comparable=True, is_additive=False)  # finite only among other samples
-        return comparison._replace(is_comparable=is_manual_mean, is_manual_mean=is_manual_mean, is_additive=False)
+        # Finite only among other samples?
+        is_only_full = bool(losses[0][1]) and math.isfinite(means[0])
+        return comparison._replace(is_comparable=is_only_full, is_additive=False)
+    tolerance = LOSS_TOLERANCE[min_itemsize] * (max(map(abs, means)) + OUTPUT_FRACTION * max_output)
     counts = [(each.loss.count, each.loss.other_count, each.loss.other_square) for each in parts]
     totals = [sum(map(float, column)) for column in zip(*counts, strict=True)]
-    comparison = comparison._replace(is_mixed=_is_mixed(forwards, tolerance(means)))
-    if not is_manual_mean:
-        divisor = _divided_by(forwards, [sum(part_sizes), *part_sizes], tolerance(means))
-        comparison = comparison._replace(divided_by=divisor)
     return comparison._replace(
-        is_comparable=bool(losses[0].num_elements) and totals[0] > 0,
-        is_additive=abs(comparison.full_mean - comparison.parts_mean) <= tolerance(means),
-        is_manual_mean=is_manual_mean,
+        is_comparable=bool(losses[0][1]) and totals[0] > 0,
+        is_additive=abs(comparison.full_mean - comparison.parts_mean) <= tolerance,
         is_uneven=is_uneven(*totals),
+        is_mixed=_is_mixed(forwards, tolerance),
     )
-
-
-class _WeightedLoss(NamedTuple):
-    """A loss as a sum over elements."""
-
-    total: float
-    num_elements: float
-
-
-class _ManualSums(NamedTuple):
-    """A scalar times the count of torch's sum, and that sum. They are equal if the scalar is sum / count."""
-
-    by_value: _WeightedLoss
-    by_sum: _WeightedLoss
 
 
 def _format_distinct(a: float, b: float) -> list[str]:
@@ -137,62 +115,42 @@ def _format_distinct(a: float, b: float) -> list[str]:
     return [f"{number:.{digits}g}" for number in (a, b)]
 
 
-def _weighted_mean(losses: Sequence[_WeightedLoss]) -> float:
-    """The mean of losses; those without elements add nothing."""
-    count = sum(loss.num_elements for loss in losses)
-    return sum(loss.total for loss in losses if loss.num_elements) / count if count else 0.0
+def _weighted_mean(losses: Sequence[tuple[float, float]]) -> float:
+    """The mean of losses, each a sum and a count; those without elements add nothing."""
+    count = sum(num_elements for _, num_elements in losses)
+    return sum(total for total, num_elements in losses if num_elements) / count if count else 0.0
 
 
-def _is_manual_mean(sums: Sequence[_ManualSums | None], tolerance: Callable[[Sequence[float]], float]) -> bool:
-    """Whether the scalar of each forward is a sum of torch's divided by its count, and these means add up."""
-    known = [each for each in sums if each is not None]
-    if len(known) < len(sums):
+def _mixes_outputs(full: ForwardResult, parts: Sequence[ForwardResult], sizes: Sequence[int], tolerance: float) -> bool:
+    """Whether outputs with a row for each sample differ."""
+    columns = zip(*(tree_leaves(each.outputs) for each in (full, *parts)), strict=False)
+    return any(_differs(whole, pieces, sizes, tolerance) for whole, *pieces in columns)
+
+
+def _differs(whole: Tensor, pieces: Sequence[Tensor], sizes: Sequence[int], tolerance: float) -> bool:
+    if not whole.is_floating_point() or not whole.dim() or len(whole) % sum(sizes):
         return False
-    by_value = [each.by_value for each in known]
-    means = [
-        _weighted_mean(by_value[:1]),
-        _weighted_mean(by_value[1:]),
-        *(_weighted_mean([loss]) for loss in by_value),
-    ]
-    excess = [abs(a.total - b.total) - b.num_elements * tolerance(means) for a, b in known]
-    return known[0].by_sum.num_elements > 0 and max(excess) <= 0.0 and abs(means[0] - means[1]) <= tolerance(means)
-
-
-def _manual_sums(result: ForwardResult) -> _ManualSums | None:
-    """None if the loss is no scalar, or is not made of sums of torch's alone."""
-    calls = result.calls
-    if result.raw_loss.numel() != 1 or not calls or any(call.is_mean for call in calls):
-        return None
-    count, value = float(calls[0].count), float(result.raw_loss.detach())
-    by_value = _WeightedLoss(value * count if count else 0.0, count)
-    return _ManualSums(by_value, _WeightedLoss(float(calls[0].value.detach()), count))
+    rows = len(whole) // sum(sizes)
+    joined = torch.cat([piece[: size * rows] for piece, size in zip(pieces, sizes, strict=True)])
+    if joined.shape != whole.shape:
+        return False
+    return bool((((joined - whole).abs() > tolerance) | (joined.isnan() != whole.isnan())).any())
 
 
 def _is_mixed(forwards: Sequence[ForwardResult], tolerance: float) -> bool:
     """Whether the terms that torch's means do not explain differ between forwards. A penalty on weights does not."""
     forwards = [each for each in forwards if float(each.loss.count)]  # a mean of nothing shows nothing
-    means = [[call for call in each.calls if call.is_mean] for each in forwards]
-    if not means or not all(any(call.derivative is not None for call in calls) for calls in means):
+    calls = [each.calls for each in forwards]
+    if not calls or not all(any(call.derivative is not None for call in each) for each in calls):
         return False
-    if len({len(calls) for calls in means}) > 1:  # a mean for each sample: the scalar is a mean of these
+    if len({len(each) for each in calls}) > 1:  # a mean for each sample: the scalar is a mean of these
         return True
     unexplained = [_unexplained_loss(each) for each in forwards]
     deviations = [
-        _peak_to_peak([call.derivative or 0.0 for call in calls]) * max(abs(float(call.value)) for call in calls)
-        for calls in zip(*means, strict=True)
+        _peak_to_peak([call.derivative or 0.0 for call in column]) * max(abs(float(call.value)) for call in column)
+        for column in zip(*calls, strict=True)
     ]
     return max(_peak_to_peak(unexplained), *deviations) > tolerance
-
-
-def _divided_by(forwards: Sequence[ForwardResult], sample_counts: Sequence[int], tolerance: float) -> float | None:
-    calls_by_forward = [each.calls for each in forwards]
-    if any(len(calls) != 1 or calls[0].is_mean or not calls[0].derivative for calls in calls_by_forward):
-        return None
-    divisors = [
-        1.0 / (calls[0].derivative or 1.0) / count for calls, count in zip(calls_by_forward, sample_counts, strict=True)
-    ]
-    is_all = max(abs(_unexplained_loss(each)) for each in forwards) <= tolerance
-    return divisors[0] if is_all and _peak_to_peak(divisors) <= 2e-2 * abs(divisors[0]) else None
 
 
 def _unexplained_loss(result: ForwardResult) -> float:

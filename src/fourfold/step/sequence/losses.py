@@ -21,24 +21,23 @@ from fourfold.parts.torch_private import (
     saved_total_weight,
 )
 from fourfold.step.batch import has_token_dim
-from fourfold.step.dry_run.loss_graph import MEAN_NODES, RESHAPING_OPS, topological_order
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.step.tensor_tree import tree_leaves, tree_map
-from fourfold.step.torch_losses import ignore_index_of
+from fourfold.step.torch_losses import RESHAPING_NODES, ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
 # Both sides sum the same numbers, so they differ only by rounding.
 TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2
-# The autograd nodes that average elements, and those that may follow one without changing the number.
+# The autograd nodes that average elements.
 NLL_NODES = {"NllLossBackward0", "NllLoss2DBackward0"}
 REDUCED_LOSS_NODES = {
     f"{name}Backward0"
     for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 }
-TRANSPARENT_NODES = {f"{op}Backward0" for op in RESHAPING_OPS}
+MEAN_NODES = {"MeanBackward0", "MeanBackward1"}
 # These may select other elements in another batch.
 INDEXING_NODES = {"IndexBackward0", "MaskedSelectBackward0", "TakeBackward0"}
 
@@ -90,15 +89,25 @@ def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, nu
 def _num_averaged(value: Tensor) -> float | None:
     """The number of elements whose plain mean a scalar is, in this batch as in any other; None if that is not known."""
     node: Any = value.grad_fn
-    while node is not None and node.name() in TRANSPARENT_NODES:
+    while node is not None and node.name() in RESHAPING_NODES:
         node = node.next_functions[0][0]
-    if node is None or any(each.name() in INDEXING_NODES for each in topological_order(node)):
+    if node is None or any(each.name() in INDEXING_NODES for each in _nodes_behind(node)):
         return None
     if node.name() in NLL_NODES and saved_reduction(node) == REDUCTION_MEAN and saved_class_weights(node) is None:
         return float(saved_total_weight(node))
     if node.name() in REDUCED_LOSS_NODES and saved_reduction(node) == REDUCTION_MEAN:
         return float(saved_input(node).numel())
     return float(saved_input_numel(node)) if node.name() in MEAN_NODES else None
+
+
+def _nodes_behind(node: Any) -> set[Any]:
+    found, pending = set[Any](), [node]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return found
 
 
 def check_even_targets(
