@@ -32,6 +32,7 @@ from fourfold.step.dry_run.forward_state import (
 )
 from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
 from fourfold.step.dry_run.loss_probes import probe_loss, probe_model_loss
+from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.dry_run.state_problems import (
     forward_count_problems,
     loss_state_problem,
@@ -236,7 +237,8 @@ class ForwardComparison:
     def _probe_loss(self, full: DryRunForward, result: ForwardResult, comparison: LossComparison) -> LossComparison:
         """The comparison of a hand-made scalar loss, or of a probe in which it is no mean."""
         part, means = full.part, [call.name for call in result.calls]
-        with self._objective.trying(), preserve_state(self._objective.loss_modules(self._model)):
+        modules = self._objective.loss_modules(self._model)
+        with self._objective.trying(), preserve_module(modules), preserve_state(modules):
             if not self._objective.is_model_loss:
                 probed = probe_loss(self._compute_loss, result.outputs, part.targets, part.num_samples, means=means)
             elif not comparison.has_randomness:

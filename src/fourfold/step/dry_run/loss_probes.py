@@ -28,12 +28,13 @@ from fourfold.step.loss_sum import is_uneven, with_others
 from fourfold.step.objective import ForwardResult
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 
+CPU = torch.device("cpu")
 NUM_ROWS = 4
 CUTS = (1, 2)
-SHORT = 8  # a dim that all outputs and targets share, such as tokens, is cut to this length where they are large
+SHORT = 4  # a dim that all outputs and targets share, such as tokens, is cut to this length where they are large
 LARGE = 1_000_000
 LEFT_OUT = (-100, -1, 0, 1)  # targets that losses ignore
-NUM_DESCENTS = 20
+NUM_DESCENTS = 10
 SCALES = (1e-3, 1.0, 30.0, -1e3)
 DESCENTS = (1.0, 0.2, 0.0, 0.0)
 
@@ -64,23 +65,23 @@ def probe_loss(compute: ComputeLoss, outputs: Any, targets: Any, num_samples: in
 
     In float64 on the CPU; where the loss does not run there, as it is, with values that the first batch has too.
     """
-    outputs = tree_map(outputs, lambda tensor: whole_logits(tensor).detach())
-    for device, dtype in ((torch.device("cpu"), torch.float64), (None, None)):
-        rows = _Rows(num_samples, device, dtype)
-        taken = tree_map(outputs, rows), tree_map(targets, rows)
-        modes = _float64() if dtype is not None else contextlib.nullcontext()
-        with modes, without_randomness(device or next(tree_leaves(outputs)).device):
-            for samples in (_shortened(*taken), taken):
-                comparisons = _compare(compute, Probe(*samples, ""), means)
+    whole = tree_map(outputs, lambda tensor: whole_logits(tensor).detach()), targets
+    short, own = _shortened(whole), next((t.device for t in tree_leaves(whole)), CPU)
+    for device, dtype in ((CPU, torch.float64), (own, None)):
+        for samples in (short,) if short is whole else (short, whole):
+            rows = _Rows(num_samples, device, dtype)
+            with _float64() if dtype is not None else contextlib.nullcontext(), without_randomness(device):
+                taken = Probe(tree_map(samples[0], rows), tree_map(samples[1], rows), "")
+                comparisons = _compare(compute, taken, means)
                 if comparisons and all(each.is_additive for each in comparisons):
-                    return _run(compute, _probes(compute, *samples, is_free=device is not None), means)
+                    return _run(compute, _probes(compute, taken, is_free=device == CPU), means)
     return Probed()
 
 
 def probe_model_loss(compute: ComputeLoss, inputs: Any, num_samples: int, *, means: Sequence[str]) -> Probed:
     """The same for a model that computes its loss of its inputs: only integers and masks are changed."""
-    inputs = tree_map(inputs, _Rows(num_samples, None, None))
-    is_free = next(tree_leaves(inputs)).device.type == "cpu"  # a GPU may not survive an index out of range
+    device = next(tree_leaves(inputs)).device
+    inputs, is_free = tree_map(inputs, _Rows(num_samples, device, None)), device == CPU
     probes = (
         Probe(None, changed, change)
         for leaf in tree_leaves(inputs)
@@ -106,14 +107,19 @@ def _compare(compute: ComputeLoss, probe: Probe, means: Sequence[str]) -> list[L
     """The loss of a probe, compared with the losses of its parts, for each cut; none if it cannot be computed."""
     try:
         full = compute(probe.outputs, probe.targets, NUM_ROWS)
-        found = [_compare_cut(compute, probe, full, cut, means) for cut in CUTS]
+        floats = [t.detach() for t in tree_leaves(full.outputs) if t.is_floating_point() and t.numel()]
+        largest = max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
+        itemsize = min((t.dtype.itemsize for t in (*floats, full.raw_loss)), default=8)
+        full = full._replace(outputs=())  # they are the same in all parts
+        options = {"min_itemsize": itemsize, "max_output": largest}
+        found = [_compare_cut(compute, probe, full, cut, means, options) for cut in CUTS]
     except Exception:  # of the user's loss, for values that it need not know
         return []
     return [each for each in found if each is not None]
 
 
 def _compare_cut(
-    compute: ComputeLoss, probe: Probe, full: ForwardResult, cut: int, means: Sequence[str]
+    compute: ComputeLoss, probe: Probe, full: ForwardResult, cut: int, means: Sequence[str], options: dict[str, Any]
 ) -> LossComparison | None:
     sizes, spans = [cut, NUM_ROWS - cut], [(0, cut), (cut, NUM_ROWS)]
     parts = [compute(_cut(probe.outputs, s), _cut(probe.targets, s), s[1] - s[0]) for s in spans]
@@ -124,10 +130,7 @@ def _compare_cut(
         return None
     if not all(float(each.loss.count) for each in forwards):
         return None
-    floats = [t for t in tree_leaves(full.outputs) if t.is_floating_point() and t.numel()]
-    largest = max((float(t.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
-    itemsize = min((t.dtype.itemsize for t in (*floats, full.raw_loss)), default=8)
-    comparison = compare_losses(full, parts, part_sizes=sizes, min_itemsize=itemsize, max_output=largest)
+    comparison = compare_losses(full, parts, part_sizes=sizes, **options)
     # Whether each step would see it: the same means, whose counts are uneven, or not proportional to the samples.
     is_same = bool(means) and all([call.name for call in each.calls] == list(means) for each in forwards)
     sums = [0.0] * 3
@@ -144,14 +147,14 @@ def _compare_cut(
 class _Rows:
     """Takes NUM_ROWS samples of a tensor, again from the first one where there are fewer."""
 
-    def __init__(self, num_samples: int, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, num_samples: int, device: torch.device, dtype: torch.dtype | None) -> None:
         self._num_samples, self._device, self._dtype = num_samples, device, dtype
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.dim() and len(tensor) % self._num_samples == 0:
             index = torch.arange(NUM_ROWS, device=tensor.device) % self._num_samples
             tensor = tensor.unflatten(0, (self._num_samples, -1))[index].flatten(0, 1)
-        return cast_real(tensor.detach().to(self._device or tensor.device), self._dtype)
+        return cast_real(tensor.detach().to(self._device), self._dtype)
 
 
 def _cut(tree: Any, span: tuple[int, int]) -> Any:
@@ -162,20 +165,22 @@ def _cut(tree: Any, span: tuple[int, int]) -> Any:
     return tree_map(tree, cut)
 
 
-def _shortened(outputs: Any, targets: Any) -> tuple[Any, Any]:
-    leaves = [leaf for tree in (outputs, targets) for leaf in tree_leaves(tree) if leaf.dim() > 1]
-    if sum(leaf.numel() for leaf in leaves) <= LARGE:
-        return outputs, targets
-    shared = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves))
+def _shortened(samples: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The samples, or where they are large, their first tokens: a dim that all tensors have."""
+    leaves = [leaf for leaf in tree_leaves(samples) if leaf.dim() > 1]
+    shared = set.intersection(*(set(leaf.shape[1:]) for leaf in leaves)) if leaves else set[int]()
+    if not shared or sum(leaf.numel() for leaf in leaves) <= LARGE:
+        return samples
 
     def shorten(tensor: Tensor) -> Tensor:
         lengths = [size if size not in shared else min(size, SHORT) for size in tensor.shape[1:]]
         return tensor[(slice(None), *map(slice, lengths))] if tensor.dim() > 1 else tensor
 
-    return tree_map(outputs, shorten), tree_map(targets, shorten)
+    return tree_map(samples, shorten)
 
 
-def _probes(compute: ComputeLoss, outputs: Any, targets: Any, *, is_free: bool) -> Iterator[Probe]:
+def _probes(compute: ComputeLoss, taken: Probe, *, is_free: bool) -> Iterator[Probe]:
+    outputs, targets = taken.outputs, taken.targets
     for scales in (SCALES, SCALES[::-1]):
         yield Probe(tree_map(outputs, lambda t, s=scales: _scaled(t, s)), targets, ", for outputs of other sizes")
     with contextlib.suppress(RuntimeError, ValueError):  # a loss that cannot be differentiated here
@@ -213,7 +218,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _left_out(tensor: Tensor, *, is_free: bool) -> list[Any]:
-    """Values that a loss may leave out; unless `is_free`, only those that are not beyond the tensor's own."""
+    """Values that a loss may leave out. Not `is_free`: integers of the tensor's range. A GPU survives no bad index."""
     if not tensor.numel():
         return []
     if tensor.dtype == torch.bool:
