@@ -257,3 +257,27 @@ def test_an_error_in_one_ranks_first_batch_is_reported_on_all_ranks():
             build(comm)(batch)
 
     threads.run(2, body)
+
+
+class ByHand(nn.Module):
+    """Takes the mean of its losses itself: over the samples, or over those that have a label."""
+
+    def __init__(self, over: str) -> None:
+        super().__init__()
+        self.over, self.layer = over, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        values = F.cross_entropy(self.layer(x), labels, reduction="none")
+        return {"loss": values.mean() if self.over == "samples" else values.sum() / (labels >= 0).sum()}
+
+
+def test_a_models_mean_by_hand_over_labels_is_refused_before_one_is_missing_and_one_over_samples_is_trained():
+    def body(comm):
+        batch = {"x": torch.randn(4, 4), "labels": torch.arange(4) % 3}
+        step = TrainStep(ByHand("samples"), None, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        step(batch)
+        step = TrainStep(ByHand("labels"), None, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        with pytest.raises(TaskError, match=r"a scalar loss of .*, with more of -100 .* try return \(sum, count\)"):
+            step(batch)
+
+    threads.run(2, body)
