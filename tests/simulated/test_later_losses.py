@@ -283,3 +283,25 @@ def test_a_loss_may_differentiate_outputs_by_one_another(split):
     (expected,) = threads.run(1, lambda comm: train(comm, 1))
     got = threads.run(split[0], lambda comm: train(comm, split[0], microbatches=split[1], zero=split[2]))
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
+
+
+BY_SAMPLES = {
+    "the largest two": lambda o, y: ce(o[:, 0], y[:, 0].clamp(min=0), reduction="none").topk(2)[0].mean(),
+    "balanced in the batch": lambda o, y: (
+        ce(o[:, 0], (y := y[:, 0].clamp(min=0)), reduction="none") / torch.bincount(y)[y]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_SAMPLES)
+def test_a_mean_that_depends_on_which_samples_there_are_is_refused_where_the_first_ones_hide_it(name):
+    inputs, targets = batches()[0]
+    targets = torch.arange(3)[:, None].expand(3, targets.shape[1])  # of different classes, and too few to cut in two
+    given = inputs[:3], targets
+
+    def body(comm):
+        step = TrainStep(net(), BY_SAMPLES[name], sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        with pytest.raises(TaskError, match="a scalar loss of"):
+            step((given[0] + comm.rank, given[1]))
+
+    threads.run(2, body)

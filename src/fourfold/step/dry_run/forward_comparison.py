@@ -240,7 +240,7 @@ class ForwardComparison:
         modules = self._objective.loss_modules(self._model)
         with self._objective.trying(), preserve_module(modules), preserve_state(modules):
             if not self._objective.is_model_loss:
-                probed = probe_loss(self._compute_loss, result.outputs, part.targets, part.num_samples, means=means)
+                probed = probe_loss(self._compute_loss, result, part.targets, part.num_samples)
             elif not comparison.has_randomness:
                 probed = probe_model_loss(self._compute_model_loss, part.inputs, part.num_samples, means=means)
             else:

@@ -60,12 +60,13 @@ class Probe(NamedTuple):
     is_finite: bool = True
 
 
-def probe_loss(compute: ComputeLoss, outputs: Any, targets: Any, num_samples: int, *, means: Sequence[str]) -> Probed:
-    """What a scalar loss, computed of outputs and targets, does with changed ones. `means`: torch's that it is made of.
+def probe_loss(compute: ComputeLoss, result: ForwardResult, targets: Any, num_samples: int) -> Probed:
+    """What a scalar loss, computed of the outputs of a forward and of targets, does with changed ones.
 
     In float64 on the CPU; where the loss does not run there, as it is, with values that the first batch has too.
     """
-    whole = tree_map(outputs, lambda tensor: whole_logits(tensor).detach()), targets
+    whole = tree_map(result.outputs, lambda tensor: whole_logits(tensor).detach()), targets
+    means, is_of_rows = [call.name for call in result.calls], _is_of_rows(compute, whole, num_samples, result.raw_loss)
     short, own = _shortened(whole), next((t.device for t in tree_leaves(whole)), CPU)
     for device, dtype in ((CPU, torch.float64), (own, None)):
         for samples in (short,) if short is whole else (short, whole):
@@ -75,7 +76,19 @@ def probe_loss(compute: ComputeLoss, outputs: Any, targets: Any, num_samples: in
                 comparisons = _compare(compute, taken, means)
                 if comparisons and all(each.is_additive for each in comparisons):
                     return _run(compute, _probes(compute, taken, is_free=device == CPU), means)
+                if is_of_rows and (faults := [each for each in comparisons if _is_fault(each)]):
+                    return Probed(faults[0])
     return Probed()
+
+
+def _is_of_rows(compute: ComputeLoss, samples: tuple[Any, Any], num_samples: int, value: Tensor) -> bool:
+    """Whether the loss depends on nothing else than rows of outputs and targets, one for each sample."""
+    if any(not leaf.dim() or len(leaf) != num_samples for leaf in tree_leaves(samples)):
+        return False
+    with contextlib.suppress(Exception), without_randomness(value.device):  # of the user's loss
+        again = compute(*samples, num_samples).raw_loss.detach()
+        return bool(torch.allclose(again, value, rtol=1e-5, atol=0.0))
+    return False
 
 
 def probe_model_loss(compute: ComputeLoss, inputs: Any, num_samples: int, *, means: Sequence[str]) -> Probed:
@@ -96,11 +109,15 @@ def _run(compute: ComputeLoss, probes: Iterator[Probe], means: Sequence[str]) ->
     is_mixed = False
     for probe in probes:
         for comparison in _compare(compute, probe, means):
-            is_guarded = comparison.is_uneven or comparison.is_mixed
-            if not comparison.is_additive and not is_guarded:
+            if _is_fault(comparison):
                 return Probed(comparison)
             is_mixed |= not comparison.is_additive and not comparison.is_uneven
     return Probed(None, is_mixed)
+
+
+def _is_fault(comparison: LossComparison) -> bool:
+    """Whether the loss is neither a mean over samples nor guarded."""
+    return not comparison.is_additive and not comparison.is_uneven and not comparison.is_mixed
 
 
 def _compare(compute: ComputeLoss, probe: Probe, means: Sequence[str]) -> list[LossComparison]:
@@ -112,9 +129,12 @@ def _compare(compute: ComputeLoss, probe: Probe, means: Sequence[str]) -> list[L
         itemsize = min((t.dtype.itemsize for t in (*floats, full.raw_loss)), default=8)
         full = full._replace(outputs=())  # they are the same in all parts
         options = {"min_itemsize": itemsize, "max_output": largest}
-        found = [_compare_cut(compute, probe, full, cut, means, options) for cut in CUTS]
     except Exception:  # of the user's loss, for values that it need not know
         return []
+    found: list[LossComparison | None] = []
+    for cut in CUTS:
+        with contextlib.suppress(Exception):  # the same: it may need two samples
+            found.append(_compare_cut(compute, probe, full, cut, means, options))
     return [each for each in found if each is not None]
 
 
