@@ -88,10 +88,8 @@ def written_in_team_memory(team: Communicator) -> list[int]:
     """Each rank writes its global rank to its place in the team's memory; returns what all places hold then."""
     opened, reason = open_host_memory(lambda: memory.create_shared(mmap.PAGESIZE), team, range(team.size))
     assert opened is not None, reason
-    mapping = memory.map_shared(opened.handle)
+    mapping = memory.map_shared(opened.take_handle())
     team.all_gather_json(None)  # a barrier
     mapping[team.rank] = team.global_rank
     team.all_gather_json(None)
-    for socket in opened.peer_sockets.values():
-        socket.close()
     return list(mapping[: team.size])

@@ -181,7 +181,7 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
     assert [world.num_hosts, world.along("dp").num_hosts, world.along("pp").num_hosts] == [2, 1, 2]
     team = world.along("dp")
     assert [team.is_peer_dead(index) for index in range(2)] == [False, True]
-    with pytest.raises(PeerError, match=r"^rank 3 \(host there\) died while rank 2 needed it"):
+    with pytest.raises(PeerError, match=r"^rank 3 \(host there\) died while rank 2 waited for it"):
         team.check_peers()
     with pytest.raises(PeerError, match=r"^rank 3 \(host there\) died while rank 2 waited"), team.report_dead_peers():
         raise RuntimeError("Connection closed by peer")

@@ -2,7 +2,6 @@
 
 import copy
 import mmap
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
-from fourfold.words.errors import DivergenceError
+from fourfold.words.errors import DivergenceError, PeerError
 from tests.cases import Case, batches, build_step, local_batch
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
@@ -108,13 +107,15 @@ def test_calls_are_compared_once_all_ranks_have_begun_or_the_grace_period_is_ove
 def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
     layout = SharedMemoryLayout(num_scalars=8, has_call_board=True)
     mapping = mmap.mmap(-1, 3 * layout.region_bytes)
-    here, there = socket.socketpair()
-    first = make_host_world(mapping, layout, HostRanks(0, (0, 1, 2), {1: here}), CommMeter()).calls
+
+    def check_peers() -> None:
+        raise PeerError("rank 1 died")
+
+    first = make_host_world(mapping, layout, HostRanks(0, (0, 1, 2), check_peers), CommMeter()).calls
     diverged = make_host_world(mapping, layout, HostRanks(1, (0, 1, 2)), CommMeter()).calls
     diverged.begin("evaluate() after step 5")
-    there.close()
     first.begin("step 6")
-    with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"), here:
+    with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"):
         first.check_same()
 
 

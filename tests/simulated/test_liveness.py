@@ -16,8 +16,9 @@ from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.testing import threads
-from fourfold.words.errors import PeerError
-from tests.cases import Case
+from fourfold.words.errors import PeerError, TrainingError
+from fourfold.words.mesh import Mesh
+from tests.cases import Case, batches, build_step
 from tests.checkpoint_runs import ThreadRun
 
 SECONDS = 20  # far less than a wait's own time limit, far more than a check of the peers takes
@@ -101,3 +102,42 @@ def test_the_writer_does_not_wait_for_the_file_of_a_dead_rank(tmp_path, monkeypa
     assert seconds < SECONDS
     assert "rank 1 died before it had written its file" in messages[0]
     assert CheckpointStore(tmp_path).steps() == [1]
+
+
+def test_no_rank_waits_for_one_that_has_left() -> None:
+    def body(comm):
+        comm.register()
+        pair = comm.on_mesh(Mesh(dp=2, tp=2)).along("tp")
+        if comm.rank == 3:
+            comm.leave()
+            comm.leave()  # nothing more
+        comm.barrier()
+        text = rf"^rank 3 \(host .*\) ended its step with an error while rank {comm.rank} waited for it$"
+        for each in (comm, pair):
+            if 3 in each.ranks and comm.rank != 3:
+                with pytest.raises(PeerError, match=text):
+                    each.check_peers()
+            else:
+                each.check_peers()
+
+    threads.run(4, body)
+
+
+def test_a_rank_whose_step_fails_leaves() -> None:
+    def body(comm):
+        left = set()
+        comm.leave = lambda: left.add(comm.rank)
+        step = build_step(Case(), 1, comm)
+
+        def fail(*_: object) -> None:
+            raise ValueError("of the model")
+
+        step.model.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="of the model"):
+            step(batches(Case())[0])
+        for call in (step, step.evaluate):
+            with pytest.raises(TrainingError, match="where an earlier step ended with ValueError"):
+                call(batches(Case())[0])
+        return left
+
+    assert threads.run(1, body) == [{0}]

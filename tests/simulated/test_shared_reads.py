@@ -394,7 +394,7 @@ def test_a_reader_that_is_killed_at_any_moment_is_named_and_what_it_had_read_is_
         assert torch.equal(item, item[:1].expand(5000))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    with pytest.raises(PeerError, match=r"rank 0 \(host host-a\) died while rank 1 needed it"):
+    with pytest.raises(PeerError, match=r"rank 0 \(host host-a\) died while rank 1 waited for it"):
         found.extend(float(item[0]) for item in items)
     assert found == list(range(len(found)))
     assert len(found) < 50

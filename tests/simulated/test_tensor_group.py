@@ -218,7 +218,7 @@ def test_a_rank_that_dies_while_another_waits_is_named(killed_rank, collective):
         if group.index == 1:
             return
         group._regions.check_peers = rank_0_with(killed_rank).check_peers
-        with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died while rank 0 needed it"):
+        with pytest.raises(PeerError, match=r"rank 1 \(host somewhere\) died while rank 0 waited for it"):
             getattr(group, collective)(torch.zeros(2), *[0][: not collective.startswith("all_reduce")])
 
     groups_of(2, body)

@@ -66,7 +66,11 @@ class StepRunner:
             nominal = self._programs.nominal_count
             request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
             step = StepState(self._parts, request)
-            self.executor.train(self._programs.of_step(number), step)
+            try:
+                self.executor.train(self._programs.of_step(number), step)
+            except BaseException:
+                self._calls.world.leave()  # the others may wait for what this step would have sent
+                raise
         step = self._assembly.timing.ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)

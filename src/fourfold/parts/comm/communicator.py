@@ -6,6 +6,7 @@ ranks           the global ranks of a communicator, in order. All other numbers,
                 messages name global ranks
 host            where a process runs: boot id and network namespace; processes of one host can share memory
 all_gather_json every rank passes a JSON value and receives every rank's
+left            a rank takes part in nothing more, though its process may go on: the others wait for it no longer
 Law: values travel as JSON, never as pickle. What is collective, is so among `ranks` only; one rank alone needs no
 process group. Along axes that hold all ranks, a world is its own communicator.
 """
@@ -15,6 +16,9 @@ import copy
 import json
 import os
 import platform
+import secrets
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +30,8 @@ import torch.distributed as dist
 from fourfold.environment.processes import is_alive, this_process
 from fourfold.environment.world import World
 from fourfold.parts.comm.collectives import Group, TorchGroup
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.polling import wait_until
 from fourfold.parts.comm.process_group_lifecycle import ProcessGroupRegistry
 from fourfold.words.errors import PEER_GONE_MESSAGES, PeerError
 from fourfold.words.mesh import Axis, Mesh
@@ -34,12 +40,21 @@ PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets close a moment before it
 
 
 class _RankProcess(NamedTuple):
-    """The process of a rank, and its host."""
+    """The process of a rank, and its host. `farewell`: the abstract name of a socket that is there once it has left."""
 
     host: str
     hostname: str
     pid: int
     start_ticks: int
+    farewell: str = ""
+
+    def has_left(self) -> bool:
+        if not self.farewell:
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect(self.farewell)  # sends nothing
+            return True
+        return False
 
 
 class Communicator:
@@ -62,7 +77,9 @@ class Communicator:
 
     def register(self) -> Self:
         """Tell every rank the hosts and processes of all. Collective; of the world, before `on_mesh`."""
-        process = _RankProcess(host_id(), platform.node(), *this_process())
+        # Abstract names are Linux's, and end with their process. Nobody else knows this one.
+        farewell = f"\0fourfold-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
+        process = _RankProcess(host_id(), platform.node(), *this_process(), farewell)
         self._processes = [_RankProcess(*fields) for fields in self.all_gather_json(process)]
         return self
 
@@ -123,23 +140,40 @@ class Communicator:
 
     def is_peer_dead(self, rank: int) -> bool:
         """Whether a rank's process has ended; False for ranks of other hosts. Not collective: called while waiting."""
-        if not self._processes:
-            return False
-        peer = self._processes[self.ranks[rank]]
-        return peer.host == self._processes[self.global_rank].host and not is_alive(peer.pid, peer.start_ticks)
+        return any(not is_alive(peer.pid, peer.start_ticks) for peer in self._on_this_host(rank))
 
     def check_peers(self) -> None:
-        """Raise PeerError if another rank of this host has ended. Not collective: called while waiting."""
-        dead = self._dead_ranks()
-        if dead:
-            raise PeerError(f"{self._format_ranks(dead)} died while rank {self.global_rank} needed it")
+        """Raise PeerError if another rank of this host has ended or left. Not collective: called while waiting."""
+        if who := self._find_gone():
+            raise PeerError(f"{who} while rank {self.global_rank} waited for it")
 
-    def _dead_ranks(self) -> list[int]:
-        return [rank for rank in range(self.size) if self.is_peer_dead(rank)]
+    def leave(self) -> None:
+        """Take part in nothing more: who waits for this rank gets a PeerError. Not collective.
 
-    def _format_ranks(self, ranks: Sequence[int]) -> str:
-        processes = [(self.ranks[rank], self._processes[self.ranks[rank]]) for rank in ranks]
-        return " and ".join(f"rank {rank} (host {process.hostname})" for rank, process in processes)
+        Ranks of other hosts notice it only where they wait in a gloo group of Fourfold's own.
+        """
+        own = self._processes[self.global_rank] if self._processes else None
+        if own is None or own.has_left():
+            return
+        if own.farewell:
+            farewell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            farewell.bind(own.farewell)
+            farewell.detach()  # stays until the process ends
+        self._process_groups.abandon()
+
+    def _on_this_host(self, rank: int) -> list[_RankProcess]:
+        """The process of a rank; nothing where it is of another host."""
+        peers = [self._processes[self.ranks[rank]]] if self._processes else []
+        return [peer for peer in peers if peer.host == self._processes[self.global_rank].host]
+
+    def _find_gone(self) -> str:
+        """Which ranks of this host have died, or else have left, in words; empty: none."""
+        dead = [rank for rank in range(self.size) if self.is_peer_dead(rank)]
+        left = [rank for rank in range(self.size) if rank != self.rank and not dead]
+        left = [rank for rank in left if any(peer.has_left() for peer in self._on_this_host(rank))]
+        processes = [(self.ranks[rank], self._processes[self.ranks[rank]]) for rank in dead or left]
+        who = " and ".join(f"rank {rank} (host {process.hostname})" for rank, process in processes)
+        return who and f"{who} {'died' if dead else 'ended its step with an error'}"
 
     @contextlib.contextmanager
     def report_dead_peers(self) -> Iterator[None]:
@@ -151,10 +185,10 @@ class Communicator:
                 raise
             message = str(error).splitlines()[0]
             deadline = time.monotonic() + PROCESS_EXIT_GRACE_SECONDS
-            while not (dead := self._dead_ranks()) and time.monotonic() < deadline:
+            while not (who := self._find_gone()) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            who = self._format_ranks(dead) if dead else f"a rank of another host ({message})"
-            raise PeerError(f"{who} died while rank {self.global_rank} waited for it") from error
+            who = who or f"a rank of another host ({message}) died"
+            raise PeerError(f"{who} while rank {self.global_rank} waited for it") from error
 
     # ---- collectives ----------------------------------------------------------------------------------
 
@@ -176,7 +210,10 @@ class Communicator:
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.report_dead_peers():
-            dist.all_gather(rows, tensor, group=self._default_group())
+            work = dist.all_gather(rows, tensor, group=self._default_group(), async_op=True)
+            assert work is not None
+            wait_until(work.is_completed, lambda _: self.check_peers(), CommMeter())
+            work.wait()
         return [row.cpu() for row in rows]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:

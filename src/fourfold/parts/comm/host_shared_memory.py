@@ -1,8 +1,7 @@
 """Host shared memory: how the ranks of one host come to map the same memory.
 
 leader       the lowest of them: it makes the memory and sends its descriptor to the others
-peer socket  a socket between the leader and another rank; nothing is sent on it after the descriptor, so it becomes
-             readable only when its other end is gone
+peer socket  a socket between the leader and another rank, over which the descriptor comes
 """
 
 import os
@@ -42,6 +41,12 @@ class SharedHostMemory(NamedTuple):
 
     handle: int
     peer_sockets: dict[int, socket.socket]
+
+    def take_handle(self) -> int:
+        """The descriptor, for who needs no sockets: these are closed."""
+        for each in self.peer_sockets.values():
+            each.close()
+        return self.handle
 
 
 def open_host_memory(

@@ -68,6 +68,13 @@ class ProcessGroupRegistry:
         """The groups that exist."""
         return list(self._groups.values())
 
+    def abandon(self) -> None:
+        """End all groups, so that whoever waits in one gets an error. Not collective."""
+        if self._groups and dist.get_backend() == "gloo":
+            _orphan(os.getpid(), self._groups)
+            self._groups.clear()
+            destroy_orphaned()
+
     def release_all(self) -> list[Any]:
         """Forget all groups, and return them."""
         groups = self.groups

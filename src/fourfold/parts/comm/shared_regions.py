@@ -157,8 +157,6 @@ def open_regions(
     )
     if host_memory is None:
         return None, reason
-    for socket in host_memory.peer_sockets.values():
-        socket.close()
     place = GroupPlace(list(group).index(comm.rank), tuple(comm.ranks[rank] for rank in group))
-    regions = SharedRegions(host_memory.handle, place, meter, check_peers=comm.check_peers, num_areas=num_areas)
+    regions = SharedRegions(host_memory.take_handle(), place, meter, check_peers=comm.check_peers, num_areas=num_areas)
     return regions, ""

@@ -85,10 +85,10 @@ def _make_host_world(world: Communicator, topology: Topology, choice: str, meter
     host_memory, _ = open_host_memory(create, world, host.ranks)
     if host_memory is None:
         return None
-    ranks = HostRanks(host.rank_index, host.global_ranks(world), host_memory.peer_sockets)
+    ranks = HostRanks(host.rank_index, host.global_ranks(world), world.check_peers)
     # A group of its own: these sums begin when it is known that they may, in no order with those of other scalars.
     between_hosts = _scalars_between_hosts(world, host, "world scalars", meter)
-    return make_host_world(memory.map_shared(host_memory.handle), layout, ranks, meter, between_hosts)
+    return make_host_world(memory.map_shared(host_memory.take_handle()), layout, ranks, meter, between_hosts)
 
 
 def _scalars_between_hosts(
@@ -220,8 +220,8 @@ def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tupl
     host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host.ranks)
     if host_memory is None:
         return None, reason
-    ranks = HostRanks(host.rank_index, host.global_ranks(comm), host_memory.peer_sockets)
-    mapped = map_host(memory.map_shared(host_memory.handle), layout, ranks, links.calls, meter)
+    ranks = HostRanks(host.rank_index, host.global_ranks(comm), comm.check_peers)
+    mapped = map_host(memory.map_shared(host_memory.take_handle()), layout, ranks, links.calls, meter)
     between_hosts = scalars_between_hosts = None
     if len(host.hosts) > 1:
         host_spec = spec._replace(num_shards=num_host_shards)

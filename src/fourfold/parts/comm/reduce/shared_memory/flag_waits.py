@@ -5,14 +5,12 @@ another call.
 """
 
 import mmap
-import platform
-import select
 from typing import NamedTuple, Protocol
 
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.polling import wait_until
 from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
-from fourfold.parts.comm.reduce.shared_memory.layout import DEAD_PEER, SharedMemoryLayout
+from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.words.errors import PeerError
 
 TIME_LIMIT_SECONDS = 1800.0
@@ -50,27 +48,13 @@ class FlagWaits:
     def _check_peers(self, flag: int, count: int, waited_seconds: float) -> None:
         self._calls.check_begun(waited_seconds)
         try:
-            self._check_alive(flag, count)
+            self._host.check_peers()
             self._check_time_limit(flag, count, waited_seconds)
         except PeerError:
+            if self._flags.min(flag) >= count:  # the rank has come, and then gone
+                return
             self._calls.check_begun(None)  # The peer may have died because ranks diverged: then report the divergence.
             raise
-
-    def _check_alive(self, flag: int, count: int) -> None:
-        # Nothing is ever sent on these sockets: one can be read only once its other end is gone.
-        poll, sockets = select.poll(), self._host.peer_sockets
-        for sock in sockets.values():
-            poll.register(sock, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(0)}
-        dead = [peer for peer, sock in sockets.items() if sock.fileno() in ready]
-        # Only the leader has a socket to every rank, so it records the dead rank before it fails itself.
-        recorded = self._flags.read(DEAD_PEER, 0)
-        if recorded == 0 and dead and self._host.index == 0:
-            recorded = dead[0] + 1
-            self._flags.write(DEAD_PEER, recorded)
-        if (recorded or dead) and self._flags.min(flag) < count:
-            rank = self._host.ranks[recorded - 1 if recorded else dead[0]]
-            raise PeerError(f"rank {rank} (host {platform.node()}) died while rank {self._host.rank} waited for it")
 
     def _check_time_limit(self, flag: int, count: int, waited_seconds: float) -> None:
         if waited_seconds > self._time_limit_seconds:

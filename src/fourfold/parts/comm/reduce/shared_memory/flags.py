@@ -9,23 +9,22 @@ transport is not used.
 """
 
 import mmap
-import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from fourfold.parts.comm.reduce.shared_memory.layout import FLAG_STRIDE, NUM_FLAGS
 
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of this host: their global ranks, which of them this one is, and sockets to others of them.
+    """The ranks of this host: their global ranks, and which of them this one is.
 
-    peer_sockets  by index on the host: the leader (index 0) has one to every rank, each other rank one to the leader
+    check_peers  called now and then while this rank waits; raises PeerError if a rank has died
     """
 
     index: int
     ranks: tuple[int, ...]
-    peer_sockets: Mapping[int, socket.socket] = field(default_factory=dict)
+    check_peers: Callable[[], None] = lambda: None
 
     @property
     def size(self) -> int:

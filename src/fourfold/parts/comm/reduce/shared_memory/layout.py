@@ -23,12 +23,11 @@ FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
     BACKWARD_DONE,
     WEIGHTS_READY,
     STEP_ENDED,
-    DEAD_PEER,
     CALL_BEGUN,
     STAGED,
     COPIED,
     SCALARS_READY,
-) = range(11)
+) = range(10)
 NUM_SCALAR_KINDS = 5  # room for those of `words.program`
 NUM_FLAGS = SCALARS_READY + NUM_SCALAR_KINDS
 ALIGNMENT_BYTES = 4096
