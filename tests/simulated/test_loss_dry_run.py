@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
+from fourfold.step.batch import shorten
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -272,3 +273,43 @@ def test_a_dry_run_does_not_change_inputs_that_forward_writes():
         step((inputs, targets))
 
     threads.run(1, body)
+
+
+def test_a_batch_is_shortened_to_the_tokens_that_have_most_targets() -> None:
+    ids, labels = torch.arange(40).view(2, 20), torch.full((2, 20), -100)
+    labels[:, 13:18] = 1
+    inputs = {"input_ids": ids, "mask": torch.ones(2, 20, 20), "length": torch.tensor([20, 20])}
+    short, targets = shorten((inputs, labels), 5)
+    assert short["input_ids"].equal(ids[:, 13:18])
+    assert targets.equal(labels[:, 13:18])
+    assert short["mask"].shape == (2, 5, 5)
+    assert short["length"].equal(inputs["length"])
+    assert shorten((ids, labels), 20) is shorten((ids.float(), labels), 5) is None  # nothing to leave out; no tokens
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_the_loss_is_checked_with_few_tokens_or_with_all_where_a_model_needs_them(is_fixed: bool) -> None:
+    lengths = set[int]()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            if x.dtype == torch.float64:
+                lengths.add(ids.shape[1])
+            assert not is_fixed or ids.shape[1] == 512
+            return self.head(x)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def body(comm):
+        model, ids = Model(), torch.randint(0, 7, (4, 512))
+        step = TrainStep(model, loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
+        step((ids, ids.roll(1)))
+
+    threads.run(1, body)
+    assert lengths == ({128, 512} if is_fixed else {128})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.plan.sample_order import shard_range
-from fourfold.step.tensor_tree import tree_map
+from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_KEYS = ("position_ids", "positions")
@@ -117,6 +117,32 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
         return tree_map(batch, lambda tensor: torch.cat([tensor, tensor])), [batch, batch]
     first = max(1, samples // 3)
     return batch, [slice_samples(batch, *span) for span in ((0, first), (first, samples))]
+
+
+def shorten(batch: Any, num_kept: int) -> Any:
+    """`num_kept` successive tokens of each sample, where most targets are; None: it has no more tokens than that.
+
+    Tokens are dim 1 of one of TOKEN_KEYS of the inputs, or of inputs [N, L] of integers.
+    """
+    inputs, targets = unpack_batch(batch)
+    named = inputs if isinstance(inputs, Mapping) else {TOKEN_KEYS[0]: inputs}
+    tokens = next((named[key] for key in TOKEN_KEYS if isinstance(named.get(key), Tensor)), None)
+    if tokens is None or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] <= num_kept:
+        return None
+    length = tokens.shape[1]
+    labels = [t for t in tree_leaves((named.get("labels"), targets)) if has_token_dim(t, length)]
+    start = 0
+    if labels and not labels[0].is_floating_point() and labels[0].dim() == 2:
+        counts = (labels[0] >= 0).sum(0).cumsum(0)  # what is ignored is mostly negative
+        start = int((counts[num_kept - 1 :] - torch.cat([counts.new_zeros(1), counts[:-num_kept]])).argmax())
+
+    def window(tensor: Tensor) -> Tensor:
+        if not has_token_dim(tensor, length):
+            return tensor
+        kept = tensor[:, start : start + num_kept]
+        return kept[:, :, start : start + num_kept] if tensor.shape[2:3] == (length,) else kept
+
+    return tree_map((inputs, targets), window)
 
 
 def num_tokens(inputs: Any) -> int:

@@ -21,6 +21,7 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.step.batch import (
     batch_and_parts,
     num_samples,
+    shorten,
     subsample,
 )
 from fourfold.step.batch_statistics import BatchStatistics
@@ -40,6 +41,7 @@ from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
 NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may mistake a single sample for a batch without its first dim
+NUM_CHECKED_TOKENS = 256
 log = logging.getLogger("fourfold")
 
 Unsharded = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -138,11 +140,8 @@ class DryRun:
         with unsharded("judge"), self._statistics.in_dry_run():
             try:
                 if batch is not None:
-                    full, parts = batch_and_parts(batch)
                     with eval_mode(self._model) if self._split.has_local_batch_norm else contextlib.nullcontext():
-                        result = check_loss(
-                            self._model, self._objective, full, parts, memory_fit=memory_fit, device=self._device
-                        )
+                        result = self._check_samples(batch, memory_fit)
             except Exception as caught:  # raised below, after the other ranks have received the report
                 error = caught
         reports = all_gather_json({"result": result, "error": None if error is None else summarize_error(error)})
@@ -156,6 +155,19 @@ class DryRun:
             if weaker.config is not None:
                 how = f"computed {weaker.config} instead of {STRICTEST_LOSS_CHECK}"
             log.warning("the dry run of the loss %s: %s", how, weaker.fallback_reason)
+
+    def _check_samples(self, batch: Any, memory_fit: MemoryFit) -> CheckResult:
+        """Check a few tokens of these samples, and all of them where these do not show that the loss is right."""
+        result = CheckResult()
+        for few in (shorten(batch, NUM_CHECKED_TOKENS // num_samples(batch)), batch):
+            if few is not None:
+                full, parts = batch_and_parts(few)
+                result = check_loss(
+                    self._model, self._objective, full, parts, memory_fit=memory_fit, device=self._device
+                )
+                if result.problem is None and not result.fallback_reason:
+                    break
+        return result
 
     def _apply_reports(self, reports: list[dict[str, Any]], error: Exception | None) -> None:
         """Raise for what any rank has found; tell the objective what all ranks have found."""

@@ -110,8 +110,16 @@ def _perturbed_weight(p: Tensor, generator: torch.Generator) -> Tensor:
         return torch.view_as_complex(
             _perturbed_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
         )
-    values, numbers = p.detach().double(), random_tiled(p, generator, is_uniform=True)
-    return torch.where(values == 0, 0.1 * numbers, values * (1.0 + 0.5 * numbers))
+    # In place, tile by tile: such a pass over a large model takes longer than the forward of a few samples.
+    drawn = p.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).flatten()
+    tile = random_tiled(drawn[:TILE_SIZE], generator, is_uniform=True)
+    for part in drawn.split(TILE_SIZE):
+        numbers = tile[: part.numel()]
+        zeros = part == 0
+        part.mul_(1.0 + 0.5 * numbers)
+        if zeros.any():
+            part.add_(0.1 * numbers * zeros)
+    return drawn.view(p.shape)
 
 
 def _fill_zeros(p: Tensor, generator: torch.Generator) -> Tensor | None:

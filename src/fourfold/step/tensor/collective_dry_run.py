@@ -14,7 +14,7 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import is_compiled_function
-from fourfold.step.batch import POSITION_KEYS, has_token_dim, num_samples, unpack_batch
+from fourfold.step.batch import TOKEN_KEYS, has_token_dim, num_samples, unpack_batch
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
 from fourfold.step.dry_run.grad_hook_check import treats_parts_alike
 from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
@@ -32,7 +32,6 @@ DRY_RUN_TOKENS = 256
 NUM_LARGEST = (
     4  # of the largest weight: random numbers of its size, in float64, become the weight, which has a gradient
 )
-TOKEN_KEYS = (*POSITION_KEYS, "input_ids", "tokens")
 log = logging.getLogger("fourfold")
 
 
