@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fourfold.feed.token_rows import TokenRows
     from fourfold.feed.transform import Transformed
     from fourfold.launcher.notebook import launch
+    from fourfold.launcher.verify import verify
     from fourfold.parts.comm.init import world
     from fourfold.plan.decide.ask import Ask
     from fourfold.plan.lr_schedule import LRSchedule
@@ -71,6 +72,7 @@ __all__ = [
     "shard",
     "sql",
     "train",
+    "verify",
     "world",
 ]
 
@@ -103,6 +105,7 @@ _MODULE_OF = {
     "shard": "feed.dataloader",
     "sql": "feed.rows.sql",
     "train": "trainer.train",
+    "verify": "launcher.verify",
     "world": "parts.comm.init",
 }
 

@@ -474,7 +474,7 @@ def test_an_empty_path_is_refused(refused: Refused):
 
 def test_verify_refuses_what_it_cannot_verify_with_the_reason(refused: Refused):
     assert "no plan" in refused("verify", "lm")
-    assert "trains differently from one device" in refused("verify", "lm", "dp=2", "codec=topk")
+    assert "trains differently from one device" in refused("verify", "lm", "dp=2", "sync=local")
 
 
 def test_gloo_uses_the_loopback_interface_unless_the_user_sets_one(tmp_path: Path) -> None:

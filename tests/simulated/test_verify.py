@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.analysis.verify import TOLERANCE, VerifyResult, check_verifiable, verify
+import fourfold as ff
+from fourfold.analysis.comparison import EXACT_BOUND, TOLERANCE, Comparison, VerifyResult
+from fourfold.analysis.one_device import mesh_state
+from fourfold.analysis.verify import check_verifiable, verify
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.feed.source import TensorSource
+from fourfold.parts.codec.int8 import Int8
+from fourfold.parts.comm.reduce.shared_memory import host_buffers
+from fourfold.parts.comm.reduce.shared_memory.host_buffers import sum_in_order
 from fourfold.plan.plan import Plan
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.loss_sum import Loss, sum_loss
@@ -79,14 +85,15 @@ def test_a_correct_training_passes(kind, plan):
     verdict = verify(task(kind, clip=0.5 if plan.update == "after" else None), plan)
     assert verdict is not None
     assert verdict.max_deviation <= TOLERANCE
+    assert verdict.ok
     assert (
-        verdict.weight_deviations.keys()
-        == verdict.grad_deviations.keys()
+        verdict.worst["weight"].keys()
+        == verdict.worst["gradient"].keys()
         == {n for n, _ in Net(kind).named_parameters()}
     )
-    assert len(verdict.loss_deviations) == 3
+    assert len(verdict.losses) == 3
     assert verdict.num_dropouts == (kind in ("module", "number"))
-    assert not verdict.has_randomness
+    assert not verdict.randomness
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -108,7 +115,7 @@ def test_a_wrong_imaginary_part_is_found():
     with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(model=Complex), Plan())
     assert verdict is not None
-    assert verdict.grad_deviations["phase"] > 1e-7
+    assert verdict.worst["gradient"]["phase"].value > 1e-7
 
 
 def test_the_oracle_compares_imaginary_parts():
@@ -133,39 +140,90 @@ def test_a_wrong_gradient_is_found_in_every_loss_and_gradient():
     with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
         verdict = verify(task(), Plan())
     assert verdict is not None
-    assert min(verdict.loss_deviations) > 1e-6
-    assert min(verdict.grad_deviations.values()) > 1e-7
-    assert not verdict.max_deviation <= TOLERANCE
+    assert min(deviation for deviation, _ in verdict.losses) > 1e-6
+    assert min(each.value for each in verdict.worst["gradient"].values()) > 1e-7
+    assert not verdict.ok
 
 
-def test_a_model_that_draws_random_numbers_is_reported():
+def test_a_model_that_draws_random_numbers_is_named_and_nothing_else_is_said_to_deviate():
     verdict = verify(task("draws"), Plan())
     assert verdict is not None
-    assert verdict.has_randomness
+    assert verdict.randomness == ["the model (Net)"]
+    with mock.patch.object(Objective, "sum_loss", wrong_loss_sum):
+        verdict = verify(task("draws"), Plan())
+    assert verdict is not None
+    (problem,) = verdict.problems
+    assert problem.got == "random numbers drawn by the model (Net): each mesh draws others"
+
+
+class Counting(nn.Linear):
+    """A buffer that grows with each forward, saved or not, which the output depends on or not."""
+
+    seen: Tensor
+
+    def __init__(self, *, saved: bool, used: bool) -> None:
+        super().__init__(8, 3)
+        self.used = used
+        self.register_buffer("seen", torch.zeros(()), persistent=saved)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.seen += input.abs().sum()
+        return super().forward(input) * (1.0 + 1e-3 * self.seen.detach() if self.used else 1.0)
+
+
+def buffers_lost(step, state):
+    """As `mesh_state`, where a rank keeps its buffer as it was."""
+    found = mesh_state(step, state)
+    return {
+        kind: {n: b * 0.0 for n, b in named.items()} if "buffer" in kind else named for kind, named in found.items()
+    }
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_buffer_that_differs_is_named_with_its_step(saved):
+    model = functools.partial(Counting, saved=saved, used=False)
+    whole = verify(task(model=model), Plan())
+    with mock.patch("fourfold.analysis.trial.mesh_state", buffers_lost):
+        lost = verify(task(model=model), Plan())
+    assert whole is not None
+    assert lost is not None
+    assert whole.ok
+    kind = "buffer" if saved else "unsaved buffer"
+    assert f"the {kind} of seen deviates by" in str([*lost.problems, *lost.lines()])
+    assert "at step 1, the first" in str([*lost.problems, *lost.lines()])
+    assert lost.ok == (not saved)  # what no state dict has and nothing depends on
 
 
 def table(verdict: VerifyResult) -> str:
-    plan = dataclasses.replace(Plan(), dp=2, sp=2)
-    return "\n".join(
-        command.format_result(Job(task=task(), plan=plan, settings={"task_name": "lm"}, identity={}), verdict)
-    )
+    return "\n".join(verdict.lines())
+
+
+def compared(*steps: tuple[float, float], **fields) -> VerifyResult:
+    """A comparison of a loss and a weight, which deviate by these numbers, by step."""
+    result = VerifyResult("lm on dp 2 × sp 2, compared with one device: 3 steps in float64", **fields)
+    comparison, zero = Comparison(result), torch.zeros((), dtype=torch.float64)
+    for number, (loss, weight) in enumerate(steps, 1):
+        got = {"loss": {"": zero + loss}, "weight": {"a": zero + weight, "b": zero}}
+        comparison.add(number, got, {"loss": {"": zero}, "weight": {"a": zero, "b": zero}})
+    return result
 
 
 def test_the_table_shows_what_was_compared_and_what_was_left_out():
-    verdict = VerifyResult([1e-12], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 2, True)
-    lines = table(verdict)
-    assert lines.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
-    assert "  a        2.0e-13   1.0e-05" in lines
-    assert "largest deviation inf" in lines
-    assert "dropout is left out" in lines
-    assert "draws random numbers" in lines
-    assert "trains as one device does" not in lines
-    assert "the dry run of sp = 2 does not see tokens that mix in training mode only, in branches" in lines
-    assert "trains as one device does" in table(VerifyResult([0.0], {"a": 0.0}, {"a": 1e-10}, 0, False))
+    text = table(compared((1e-12, 1e-5), (1e-12, float("nan")), num_dropouts=2, randomness=["block (Noisy)"]))
+    assert text.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
+    assert "  a            inf*" in text
+    assert "  b        0.0e+00" in text
+    assert "largest deviation inf" in text
+    assert "bound: 1e-09" in text
+    assert "dropout is left out" in text
+    assert "block (Noisy) draws random numbers" in text
+    assert "trains as one device does" not in text
+    assert "trains as one device does" in table(compared((0.0, 1e-10)))
 
 
 def test_deviations_are_named_and_give_exit_code_1():
-    verdict = VerifyResult([1e-12, 1e-3], {"a": 2e-13, "bc": 0.0}, {"a": 1e-5, "bc": float("nan")}, 0, False)
+    verdict = compared((1e-12, 0.0), (1e-3, 1e-5), (1e-3, float("nan")))
     job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
         mock.patch("fourfold.analysis.verify.verify", return_value=verdict),
@@ -173,17 +231,116 @@ def test_deviations_are_named_and_give_exit_code_1():
     ):
         command.verify(job, None)
     assert caught.value.exit_code == 1
-    assert "the weight of a deviates by 1.0e-05, and 1 more" in str(caught.value)
-    assert "the loss of step 2 deviates by 1.0e-03" in str(caught.value)
+    assert "the weight of a deviates by 1.0e-05 at step 2, the first" in str(caught.value)
+    assert "the loss deviates by 1.0e-03 at step 2, the first" in str(caught.value)
+
+
+def test_a_comparison_of_nothing_is_not_ok():
+    assert not VerifyResult("script.py").ok
+
+
+# ---- other precisions, and codecs -------------------------------------------------------------------------
+
+LOSSY = [
+    {"precision": "bf16"},
+    {"precision": "bf16", "reduce_dtype": "fp32", "zero": 2, "microbatches": 2},
+    {"reduce_dtype": "bf16"},
+    *({"codec": codec} for codec in ("bf16", "int8", "topk", "powersgd", "dct")),
+    {"codec": "topk", "zero": 2, "microbatches": 2},
+]
+
+
+def global_batches(count: int = 3) -> list:
+    generator = torch.Generator().manual_seed(7)
+    return [(torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator))] * count
+
+
+def unreduced(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def verified(**fields) -> VerifyResult:
+    """`ff.verify` of two ranks."""
+    torch.manual_seed(0)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
+    return ff.verify(Net("plain"), unreduced, optimizer, global_batches(), ff.Plan(dp=2, **fields))
+
+
+@pytest.mark.parametrize("fields", LOSSY, ids=str)
+def test_a_plan_in_another_precision_is_compared_within_the_bound_of_that_precision(fields):
+    verdict = verified(**fields)
+    assert verdict.ok, str(verdict)
+    assert "bound: " in str(verdict)
+    assert ("add up to the gradient" in verdict.bound) == (fields.get("codec") in ("int8", "topk", "powersgd", "dct"))
+
+
+def without_the_last_rank(addends: list[Tensor], out: Tensor) -> None:
+    """As `sum_in_order`, without one addend."""
+    sum_in_order(addends[:-1], out=out)
+
+
+def forgetting(codec: Int8, flat: Tensor) -> Tensor:
+    """As `Int8.encode`, without error feedback."""
+    codec.residual.zero_()
+    return ENCODE(codec, flat)
+
+
+def twice(codec: Int8, payload: Tensor, out: Tensor) -> None:
+    """As `Int8.decode_add`, twice."""
+    for _ in range(2):
+        DECODE_ADD(codec, payload, out)
+
+
+ENCODE, DECODE_ADD = Int8.encode, Int8.decode_add
+BROKEN = {
+    "exact": ({}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
+    "bf16": ({"precision": "bf16"}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
+    "codec bf16": ({"codec": "bf16"}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
+    "reduce bf16": (
+        {"reduce_dtype": "bf16"},
+        mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank),
+        1,
+    ),
+    "no feedback": ({"codec": "int8"}, mock.patch.object(Int8, "encode", forgetting), 2),
+    "twice": ({"codec": "int8"}, mock.patch.object(Int8, "decode_add", twice), 1),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_reduction_is_beyond_every_bound(kind):
+    fields, broken, first_step = BROKEN[kind]
+    with broken:
+        verdict = verified(**fields)
+    assert not verdict.ok
+    assert f"at step {first_step}, the first" in next(each.got for each in verdict.problems if "gradient" in each.got)
+
+
+def test_verify_leaves_model_optimizer_and_random_state_as_they_are():
+    torch.manual_seed(0)
+    model, state = Net("module"), torch.get_rng_state()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for plan in (ff.Plan(), ff.Plan(dp=2, zero=1)):
+        verdict = ff.verify(model, unreduced, optimizer, iter(global_batches()), plan, clip=0.5, steps=2)
+        assert verdict.ok
+        assert verdict.num_steps == 2
+        assert verdict.bound == EXACT_BOUND
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert model.module.p == 0.5
+
+
+def test_a_plan_with_two_roundings_is_refused():
+    with pytest.raises(PlanError, match="each would hide the other"):
+        verified(codec="topk", precision="bf16")
 
 
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(dp=2, codec="topk"),
         Plan(dp=2, sync="local"),
         Plan(batch_norm="local"),
-        Plan(dp=2, reduce_dtype="fp32"),
         Plan(pp=2, edge="bf16"),
         Plan(pp=2, schedule="pipedream"),
     ],

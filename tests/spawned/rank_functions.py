@@ -333,4 +333,4 @@ def verdict(**fields: Any) -> dict[str, Any] | None:
     """The result of `fourfold verify` for a plan with these fields, on rank 0."""
     task = lm.task(width=32, layers=2, length=32, steps=2, batch_size=4, clip=None)
     result = verify(task, ff.Plan(**fields))
-    return None if result is None else {"worst": result.max_deviation, "tensors": len(result.weight_deviations)}
+    return None if result is None else {"worst": result.max_deviation, "tensors": len(result.worst["weight"])}

@@ -104,7 +104,7 @@ def fourfold(
     fourfold run -n 4 script.py           your own script, on 4 processes
     fourfold show plan.toml               print what each rank will do and send
     fourfold plan lm devices=4            find the fastest plan, and say why and what it takes
-    fourfold verify lm plan.toml          check that a plan trains as one device does
+    fourfold verify lm plan.toml          check that a plan, or your own script, trains as one device does
     fourfold checkpoint list runs/NAME    list a run's checkpoints
     fourfold feed bench unet3d            measure how well this machine's storage feeds accelerators
     fourfold report first second          write a page that shows a run, or compares several
@@ -237,18 +237,24 @@ def verify(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
     processes: NumProcesses = None,
 ) -> Command:
-    """Train a few steps with a plan and on one device, in float64; compare losses, gradients and weights.
+    """Train a few steps on a mesh and on one device; compare losses, gradients, weights, buffers and optimizer states.
 
     \b
     TASK       as for fourfold train
     FILE.toml  the plan, or a settings file; or fields of the plan as KEY=VALUE: dp=2 sp=2 zero=1
     KEY=VALUE  steps=3 batch_size=8 seed=1, and arguments of the task
+    SCRIPT.py  in place of a task: a script that trains with ff.parallelize or ff.DistributedOptimizer.
+               It runs as it is, on N processes, for steps=10 steps; what follows -- is passed on to it
 
-    The exit code is 1 if a value deviates by more than 1e-9 · max(1, |b|). Writes no files.
+    A task trains in float64, and may deviate by 1e-9 · max(1, |b|). In another precision (precision=bf16, a codec, a
+    script in float32) the bound is four times what this precision does to one device; it is printed.
+    The exit code is 1 if a number deviates by more. Writes no files, except those that a script writes.
     """
-    from fourfold.cli import run_commands
+    from fourfold.cli import run_commands, verify
+    from fourfold.cli.task_source import is_script
 
-    return functools.partial(run_commands.verify, words or [], processes)
+    command = verify.run_script if words and is_script(words[0]) else run_commands.verify
+    return functools.partial(command, words or [], processes)
 
 
 app.add_typer(checkpoints, name="checkpoint")

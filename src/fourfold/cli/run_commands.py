@@ -282,7 +282,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     parsed = parse_command(words)
     check_named_files(words)
     if not parsed.has_plan:
-        need = "a plan or settings file, or fields of a plan"
+        need = "a plan or settings file, or fields of a plan; or a script, whose plan is in it"
         raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
     words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
     world = from_environment()

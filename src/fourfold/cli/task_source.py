@@ -51,6 +51,21 @@ def task_names(file: Path) -> list[str]:
     return [name for node in nodes if (name := _bound_name(node))]
 
 
+def is_script(word: str) -> bool:
+    """Whether a word names a file with a program of its own, in which there is no task."""
+    file = Path(word)
+    if file.suffix != ".py" or not file.is_file():
+        return False
+    try:
+        return (
+            DEFAULT_NAME not in top_names(file)
+            and not task_names(file)
+            and DEFAULT_NAME not in (bound_names(file) or ())
+        )
+    except (OSError, ValueError, SyntaxError):
+        return False
+
+
 def top_names(file: Path) -> list[str]:
     """The names of a file's functions, and those that it assigns to, outside of functions and classes."""
     return [name for node in _statements(file) if (name := _bound_name(node))]

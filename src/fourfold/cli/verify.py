@@ -1,24 +1,27 @@
-"""`fourfold verify`: the training of a plan compared with that of one device, as a table.
+"""`fourfold verify`: the training of a plan, or of a script, compared with that of one device, as a table.
 
-    python -m fourfold.cli.verify WORD…      one rank of it, started by launcher/worker.py
+    python -m fourfold.cli.verify WORD…                 one rank of a task, started by launcher/worker.py
+    python -m fourfold.cli.verify --script STEPS SCRIPT.py [argument…]      one rank of a script
 
-Law: the exit code is 1 if any loss, gradient or weight deviates by more than the tolerance.
+Law: the exit code is 1 if any number deviates by more than its bound.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.cli import job
 from fourfold.cli.output import print_text
 from fourfold.environment.world import World, from_environment
-from fourfold.words.errors import FourfoldError, Problem
-from fourfold.words.text_table import table_lines
+from fourfold.words.errors import FourfoldError, Problem, SettingError
 
 if TYPE_CHECKING:
-    from fourfold.analysis.verify import VerifyResult
+    from fourfold.analysis.comparison import VerifyResult
+    from fourfold.cli.job import Job
 
-MAX_SHOWN = 40  # tensors; if there are more, those that deviate most
+
+SCRIPT_WORD = "--script"
+SCRIPT_STEPS = 10
 
 
 class VerifyError(FourfoldError):
@@ -28,82 +31,62 @@ class VerifyError(FourfoldError):
 
 
 def main(words: Sequence[str]) -> None:
+    if words[:1] == [SCRIPT_WORD]:
+        verify_script(words[2:], steps=int(words[1]))
+        return
+    from fourfold.cli import job
+
     world = from_environment()
     assert world is not None
     verify(job.parse_job(words, num_processes=world.size, has_run_dir=False), world)
 
 
-def verify(prepared: job.Job, world: World | None) -> None:
+def verify(prepared: "Job", world: World | None) -> None:
     """Verify in this process; rank 0 prints the result, and raises VerifyError if the plan fails."""
-    from fourfold.analysis.verify import TOLERANCE
     from fourfold.analysis.verify import verify as run
 
-    result = run(prepared.task, prepared.plan, seed=prepared.settings.get("seed", 0))
+    seed = prepared.settings.get("seed", 0)
+    report(run(prepared.task, prepared.plan, seed=seed, name=prepared.task_name))
+
+
+def run_script(words: Sequence[str], processes: str | None) -> int:
+    """`fourfold verify SCRIPT.py`; returns the exit code. All words but `steps=` are the script's own."""
+    from fourfold.cli.run_commands import launch_quietly
+    from fourfold.launcher.process_defaults import check_num_processes, default_num_processes
+
+    given = [word.partition("=")[2] for word in words if word.startswith("steps=")]
+    steps = given[-1] if given else str(SCRIPT_STEPS)
+    if not steps.isdecimal() or int(steps) < 1:
+        problem = Problem(f"steps = {steps}", "a whole number of steps to compare, at least 1", "steps=10")
+        raise SettingError(problem, where="fourfold verify")
+    command = [word for word in words if not word.startswith("steps=")]
+    world = from_environment()
+    num_processes = check_num_processes(processes, world) or default_num_processes()
+    if world is None and num_processes > 1:
+        return launch_quietly(["-m", "fourfold.cli.verify", SCRIPT_WORD, steps, *command], num_processes)
+    verify_script(command, steps=int(steps))
+    return 0
+
+
+def verify_script(command: Sequence[str], *, steps: int) -> None:
+    """Run one rank of a script, and compare its first steps; rank 0 prints the result, as `verify` does."""
+    from fourfold.analysis.verify_script import ScriptVerifier
+    from fourfold.launcher.worker import run_program
+    from fourfold.parts.comm.init import world
+
+    verifier = ScriptVerifier(Path(command[0]).name, steps=steps)
+    with verifier.watching():
+        run_program(command)
+    report(verifier.result if world().rank == 0 else None)
+
+
+def report(result: "VerifyResult | None") -> None:
+    """Print what rank 0 has found. Raises VerifyError where numbers deviate."""
     if result is None:
         return
-    print_text("\n".join(format_result(prepared, result)))
-    if not result.max_deviation <= TOLERANCE:
-        raise VerifyError(_problems(result, TOLERANCE), where="the comparison")
-
-
-def format_result(prepared: job.Job, result: "VerifyResult") -> list[str]:
-    """The table, and notes on what it covers."""
-    from fourfold.analysis.verify import TOLERANCE
-    from fourfold.step.sequence.dry_run import NOT_CHECKED
-
-    mesh = prepared.plan.mesh
-    axes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in ("pp", "dp", "sp", "tp") if mesh.axis_size(axis) > 1)
-    num_steps = prepared.task.steps or len(result.loss_deviations)
-    steps = f"{num_steps} step{'s' if num_steps > 1 else ''}"
-    lines = [f"{prepared.task_name} on {axes or 'one rank'}, compared with one device: {steps} in float64", ""]
-    names = sorted(
-        result.weight_deviations, key=lambda name: -max(result.weight_deviations[name], result.grad_deviations[name])
-    )
-    names = [name for name in result.weight_deviations if name in names[:MAX_SHOWN]]
-    rows = [("tensor", "gradient", "weight")]
-    rows += [
-        (name, _format_deviation(result.grad_deviations[name]), _format_deviation(result.weight_deviations[name]))
-        for name in names
-    ]
-    lines += [f"  {line}" for line in table_lines(rows, "<>>")]
-    if len(names) < len(result.weight_deviations):
-        lines.append(f"  and {len(result.weight_deviations) - len(names)} more, which deviate no more than these")
-    lines += ["", f"  loss, by step  {'  '.join(map(_format_deviation, result.loss_deviations))}", ""]
-    lines.append(
-        f"largest deviation {result.max_deviation:.1e}, of |a − b| / max(1, |b|); the tolerance is {TOLERANCE:.0e}"
-    )
-    if result.num_dropouts:
-        lines.append("dropout is left out: each rank draws its own masks")
-    if result.has_randomness:
-        lines.append(
-            "the model draws random numbers while it trains: they differ between meshes, and results may differ by them"
-        )
-    if mesh.axis_size("sp") > 1:
-        lines.append(f"the dry run of sp = {mesh.axis_size('sp')} does not see {NOT_CHECKED}")
-    if result.max_deviation <= TOLERANCE:
-        lines.append("the plan trains as one device does")
-    return lines
-
-
-def _format_deviation(deviation: float) -> str:
-    return f"{deviation:8.1e}"
-
-
-def _problems(result: "VerifyResult", tolerance: float) -> list[Problem]:
-    kinds: Mapping[str, Mapping[str, float]] = {
-        "gradient": result.grad_deviations,
-        "weight": result.weight_deviations,
-        "loss": {f"step {number}": deviation for number, deviation in enumerate(result.loss_deviations, 1)},
-    }
-    problems = []
-    for kind, each in kinds.items():
-        over = {name: deviation for name, deviation in each.items() if not deviation <= tolerance}
-        if over:
-            name = max(over, key=lambda key: over[key])
-            more = f", and {len(over) - 1} more" if len(over) > 1 else ""
-            got = f"the {kind} of {name} deviates by {over[name]:.1e}{more}"
-            problems.append(Problem(got, f"at most {tolerance:.0e}", "the same with one axis of the mesh at a time"))
-    return problems
+    print_text(str(result))
+    if not result.ok:
+        raise VerifyError(result.problems, where="the comparison")
 
 
 if __name__ == "__main__":
