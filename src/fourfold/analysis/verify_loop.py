@@ -1,6 +1,6 @@
 """Verify a loop: one with `ff.DistributedOptimizer`, whose loss only the loop itself knows.
 
-call        one forward of the model in a step: what it got, what came out, and the gradient of that
+call        one forward of the model in a step: what it got, what came out, and the gradient of that in the loop
 taken over  what one device does not compute by itself: the gradients at the outputs, which the loop's losses give, and
             what the loop does to gradients between backward and step, such as clipping
 Law: one device computes forward, backward and update by itself, on what all ranks got, end to end.
@@ -84,10 +84,12 @@ class LoopTrial:
             for own, module in zip(reference.model.modules(), self._model.modules(), strict=True):
                 own.training = module.training
 
-    def _record(self, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _record(self, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """Returns the outputs as views: their gradient is what the loop's use gives, not what another output's does."""
+        if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in tree_leaves(outputs)):
+            return None
+        outputs = tree_map(outputs, lambda leaf: leaf.view_as(leaf))
         leaves = list(tree_leaves(outputs))
-        if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
-            return
         kind = leaves[0].device.type
         if torch.is_autocast_enabled(kind):
             self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind))
@@ -98,6 +100,7 @@ class LoopTrial:
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad:
                 leaf.register_hook(functools.partial(call.add_grad, index))
+        return outputs
 
     def note_gradients(self) -> None:
         """Of the mesh, as backward leaves them."""
@@ -115,6 +118,10 @@ class LoopTrial:
         if len({*map(len, ranks)}) != 1:
             got = f"{', '.join(str(len(each)) for each in ranks)} forwards on the ranks in step {self.num_steps}"
             raise TaskError(Problem(got, "the same number on each rank", "batches for all ranks"), where="the loop")
+        if not self._calls:
+            got = f"no forward of {type(self._model).__name__} with gradients in step {self.num_steps}"
+            need = "outputs that are tensors, or dicts, lists or tuples of them, of a call of the model itself"
+            raise TaskError(Problem(got, need, "ff.verify(model, loss, optimizer, batches, plan)"), where="the loop")
         steps = [[Call(*each) for each in of_ranks] for of_ranks in zip(*ranks, strict=True)]
         self._calls, self._wants, changed = [], [], self._gradients()
         for reference in self._references:
