@@ -14,6 +14,7 @@ import pytest
 from fourfold.cli import main, sigint
 from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
 from fourfold.cli.errors import nearest_file
+from fourfold.cli.task_source import is_script
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
@@ -678,3 +679,21 @@ def test_files_and_names_that_are_not_there_are_refused_before_torch_is_imported
     command = [sys.executable, "-c", MISSING]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import fourfold as ff\nstep = ff.parallelize(1, 2, 3)\n", True),
+        ("print(vars())\n", True),
+        ("def task(): return 1\n", False),
+        ("from other import task\n", False),
+        ("import fourfold as ff\nsmall = ff.Task()\n", False),
+        ("def (", False),
+    ],
+)
+def test_a_file_without_a_task_is_a_script(tmp_path: Path, text: str, expected: bool):
+    (tmp_path / "mine.py").write_text(text)
+    assert is_script(str(tmp_path / "mine.py")) == expected
+    assert not is_script(str(tmp_path / "missing.py"))
+    assert not is_script("lm")

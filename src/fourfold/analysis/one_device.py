@@ -28,6 +28,7 @@ from fourfold.step.loss_sum import Loss, sum_loss
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.tensor_tree import tree_map
 from fourfold.step.train_step import TrainStep
+from fourfold.words.errors import Problem, TaskError
 
 KEPT_PLAN_FIELDS = ("precision", "reduce_dtype", "microbatches", "batch_norm", "unused")
 """What a plan says that is not about other ranks."""
@@ -85,18 +86,23 @@ class OneDevice:
         """The gradient of the mean loss, in `.grad`; returns this loss."""
         self.optimizer.zero_grad()
         with self.computing():
-            losses = [self.loss_sum(part) for part in parts]
+            losses = [self.loss_sum(part, is_whole=len(parts) == 1) for part in parts]
             self.count = sum(loss.count for loss in losses)
             mean = sum(loss.total for loss in losses) / self.count
             assert isinstance(mean, Tensor)
             mean.backward()
         return mean.item()
 
-    def loss_sum(self, batch: Any) -> Loss:
-        """The loss of a batch, as a sum and its count."""
+    def loss_sum(self, batch: Any, *, is_whole: bool = True) -> Loss:
+        """The loss of a batch, or of a part of it, as a sum and its count. Raises TaskError for the mean of a part."""
         inputs, targets = tree_map(unpack_batch(batch), self.own_dtype)
         outputs = call_model(self.model, inputs)
         value = model_loss(outputs, inputs) if self._loss is None else self._loss(outputs, targets)
+        if not is_whole and isinstance(value, Tensor) and value.dim() == 0:
+            got = "a loss that is a mean, and samples of other shapes on other ranks: one device cannot weigh the means"
+            raise TaskError(
+                Problem(got, "unreduced values, or a pair (sum, count)", 'reduction="none"'), where="the loss"
+            )
         return sum_loss(value, num_samples(batch))
 
     def own_dtype(self, tensor: Tensor) -> Tensor:
@@ -155,6 +161,9 @@ class OneRank:
         self._step = TrainStep(model, loss, optimizer, plan=own, communicator=alone, clip=clip, drift_check=0)
 
     def step(self, parts: Sequence[Any]) -> float:
+        if len(parts) > 1:
+            got = "samples of other shapes on other ranks, in another precision"
+            raise TaskError(Problem(got, "samples that fit into one batch", 'precision = "keep"'), where="the batch")
         (batch,) = parts
         return run_step(self._step, batch)
 
