@@ -306,6 +306,20 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_a_mean_over_tokens_is_compared_with_a_codec(codec):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20), nn.Flatten(0, 1))
+    tokens = [torch.randint(0, 20, (size, 6)) for size in (8, 12, 8)]
+    batches = [(each, each.flatten().view(each.shape)) for each in tokens]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets.flatten())
+
+    verdict = ff.verify(model, loss, functools.partial(torch.optim.SGD, lr=0.1), batches, ff.Plan(dp=2, codec=codec))
+    assert verdict.ok, str(verdict)
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_reduction_is_beyond_every_bound(kind):
     fields, broken, first_step = BROKEN[kind]

@@ -33,7 +33,7 @@ def compare_descent(training: Training, batches: Batches, result: VerifyResult) 
     comparison = Comparison(result, compute_eps=0.0 if cast is None else torch.finfo(cast).eps)
     step = training.on_mesh()
     one, parts = (training.on_one_device(), training.on_one_device()) if step.rank == 0 else (None, None)
-    before = step.state_dict()
+    before, first_count = step.state_dict(), 0.0
     for number, (local, whole) in enumerate(batches(step.optimizer, False), 1):
         loss = run_on_mesh(training, step, local)
         after = step.state_dict()
@@ -41,11 +41,14 @@ def compare_descent(training: Training, batches: Batches, result: VerifyResult) 
         if one is not None and parts is not None:
             one.load_weights(before["model"])
             want = {LOSS: loss_tensor(one.backward([whole])), GRADIENT: one.gradients(), **buffers_by_kind(one.model)}
-            got = {LOSS: loss_tensor(loss), GRADIENT: _applied(before, after, one), **state}
+            first_count = first_count or float(one.count)
+            applied = _applied(before, after, one, factor=first_count / float(one.count))
+            got = {LOSS: loss_tensor(loss), GRADIENT: applied, **state}
             rounded = None
             if cast is not None:
                 parts.load_weights(before["model"])
-                rounded = {**want, GRADIENT: _rounded_sum(parts, one.count, _pieces(whole, plan), cast)}
+                errors = _rounding_errors(parts, one.count, _pieces(whole, plan), cast)
+                rounded = {**want, GRADIENT: {name: grad + errors[name] for name, grad in one.gradients().items()}}
             comparison.add(number, got, want, rounded)
         before = after
     result.randomness += [] if one is None else one.randomness
@@ -70,9 +73,13 @@ def _descent_bound(plan: Plan, cast: torch.dtype | None) -> str:
     )
 
 
-def _applied(before: Mapping[str, Any], after: Mapping[str, Any], one: OneDevice) -> dict[str, Tensor]:
-    """The gradient that a step has applied, and the change of what error feedback holds back, by name."""
-    factor = after["record"]["nominal_count"] / float(one.count)
+def _applied(
+    before: Mapping[str, Any], after: Mapping[str, Any], one: OneDevice, *, factor: float
+) -> dict[str, Tensor]:
+    """The gradient that a step has applied, and the change of what error feedback holds back, by name.
+
+    factor: the first step's count of the loss, by which what is held back was divided, over this step's
+    """
     found = {}
     for name in one.gradients():
         applied = (before["model"][name] - after["model"][name]) / DESCENT_RATE
@@ -92,15 +99,16 @@ def _pieces(whole: Any, plan: Plan) -> Iterator[Any]:
             yield slice_samples(own, *shard_range(0, num_samples(own), plan.microbatches, index))
 
 
-def _rounded_sum(one: OneDevice, count: Any, pieces: Iterator[Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The gradients of the pieces, rounded and summed in a dtype."""
-    totals: dict[str, Tensor] = {}
+def _rounding_errors(one: OneDevice, count: Any, pieces: Iterator[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """What is lost where the gradients of the pieces are rounded and summed in a dtype."""
+    exact = {name: torch.zeros_like(grad) for name, grad in one.gradients().items()}
+    sums = {name: total.to(dtype) for name, total in exact.items()}
     for piece in pieces:
         if num_samples(piece):
             one.optimizer.zero_grad()
             with one.computing():
                 (one.loss_sum(piece).total / count).backward()
             for name, gradient in one.gradients().items():
-                rounded = gradient.to(dtype)
-                totals[name] = totals[name] + rounded if name in totals else rounded
-    return totals
+                exact[name] += gradient
+                sums[name] += gradient.to(dtype)
+    return {name: sums[name].to(total.dtype) - total for name, total in exact.items()}
