@@ -14,7 +14,7 @@ from fourfold.parts import fingerprint
 from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.step import replica_drift
+from fourfold.step.digests import weights
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -232,12 +232,12 @@ def test_drift_check_0_makes_no_check(monkeypatch):
         train(CASE, build(CASE, comm, every=0), range(4))
         return True
 
-    monkeypatch.setattr(replica_drift, "fingerprints", None)
+    monkeypatch.setattr(weights, "fingerprints", None)
     assert threads.run(2, body) == [True, True]
 
 
 def test_drift_between_different_machines_warns_again_when_it_has_grown_tenfold(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: f"machine {comm.rank}")
+    monkeypatch.setattr(weights, "_machine", lambda comm: f"machine {comm.rank}")
     warned: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
 
@@ -261,7 +261,7 @@ def test_drift_between_different_machines_warns_again_when_it_has_grown_tenfold(
 
 
 def test_drift_between_equal_machines_is_an_error_even_if_others_differ(monkeypatch):
-    monkeypatch.setattr(replica_drift, "machine_fingerprint", lambda comm: "old" if comm.rank == 0 else "new")
+    monkeypatch.setattr(weights, "_machine", lambda comm: "old" if comm.rank == 0 else "new")
 
     def body(comm):
         step = build(CASE, comm)

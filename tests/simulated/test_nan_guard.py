@@ -207,7 +207,7 @@ def test_a_skipped_step_restores_running_statistics():
 
 
 def test_ranks_with_different_skip_nan_are_refused():
-    with pytest.raises(PlanError, match=r"rank 0 has skip_nan 0, rank 1 has skip_nan 1"):
+    with pytest.raises(PlanError, match=r"rank 0 has skip_nan = 0; rank 1 has skip_nan = 1"):
         threads.run(2, lambda comm: build(Case(), comm, skip_nan=comm.rank))
 
 

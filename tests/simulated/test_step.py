@@ -136,7 +136,7 @@ def test_the_first_difference_between_ranks_is_reported(difference):
         plan = Plan(dp=2, bucket_bytes=8 if other and difference == "plan" else 4096)
         linear(comm, model, plan=plan, clip=1.0 if other and difference == "clip" else None)
 
-    with pytest.raises(PlanError, match=r"rank 0 has .*rank 1 has"):
+    with pytest.raises(PlanError, match=r"rank 0 has .*; rank 1 has"):
         threads.run(2, body)
 
 

@@ -33,7 +33,8 @@ from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
-from fourfold.step.drift_report import KINDS, TRAINED_KINDS
+from fourfold.step.digests.build import check_same_optimizer
+from fourfold.step.digests.weights import DriftChecker
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.duplicate_batches import DuplicateBatches
@@ -54,7 +55,6 @@ from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
-from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
@@ -117,13 +117,13 @@ def assemble(
 ) -> Assembly:
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
-    optimizer = _take_optimizer(optimizer_source, model, plan, options)
+    optimizer = _take_optimizer(optimizer_source, model, plan, options, world)
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
     tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
     stages = PipelineDryRun(model, objective, pipeline, world, SplitResidual(tensor.residual.entries, tensor.region))
     axes = _Axes(tensor, pipeline, stages)
-    trained = lay_out(model, optimizer, plan, world, options, whole)
+    trained = lay_out(model, optimizer, plan, world, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
@@ -222,8 +222,11 @@ def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
     return RecomputedBlocks(names, group, plan.recompute == "selective", tensor.split_params)
 
 
-def _take_optimizer(source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions) -> Optimizer:
+def _take_optimizer(
+    source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions, world: Communicator
+) -> Optimizer:
     optimizer = build_optimizer(source, list(model.parameters()))
+    check_same_optimizer(world, optimizer, model)
     check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
     check_update_timing(optimizer, plan, skip_nan=options.skip_nan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
@@ -268,7 +271,6 @@ def _make_checks(
     elsewhere: Sequence[str],
 ) -> StepChecks:
     world = calls.world
-    kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
     return StepChecks(
         calls,
         stage.parts.weights,
@@ -280,7 +282,7 @@ def _make_checks(
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
             is_log_rank=world.rank == 0,
         ),
-        drift_checker=DriftChecker(world, options.drift_check, kinds=kinds),
+        drift_checker=DriftChecker(world, options.drift_check, with_frozen=not plan.batch_split.has_local_batch_norm),
         nan_guard=NanGuard(world, model, limit=options.skip_nan),
     )
 

@@ -24,6 +24,8 @@ from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.step import argument_checks
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
+from fourfold.step.digests.build import check_same_build
+from fourfold.step.memory_formats import shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
@@ -79,6 +81,9 @@ class DistributedOptimizer(OptimizerProxy):
         self._optimizer, self._model = optimizer, model
         world = communicator or init.init_communicator()
         plan = plan or Plan(dp=world.size)
+        settings = {"same_batches": same_batches, "drift_check": drift_check}
+        built = {"plan": plan, "options": settings, "optimizer": optimizer, "shape": shape_and_strides}
+        check_same_build(world, "ff.DistributedOptimizer", model, **built)
         check_plan_on_ranks(model, plan, world)
         argument_checks.check_wrapper_plan(plan)
         world = world.on_mesh(plan.mesh)

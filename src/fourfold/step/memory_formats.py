@@ -22,7 +22,7 @@ def shape_and_strides(parameter: Tensor) -> list[int] | str:
     if like.is_contiguous():
         return list(like.shape)
     strides = [stride for size, stride in zip(like.shape, like.stride(), strict=True) if size > 1]
-    return f"{list(like.shape)}, strides {strides},"
+    return f"{list(like.shape)}, strides {strides}"
 
 
 class MemoryFormats:

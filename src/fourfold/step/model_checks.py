@@ -30,7 +30,23 @@ from fourfold.plan.model_traits import ModelTraits, own_loss_problems
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.step.batch_norm import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
+from fourfold.step.digests.build import check_same_build
+from fourfold.step.step_options import StepOptions
 from fourfold.words.errors import PlanError, Problem, TaskError
+
+
+def join_mesh(
+    communicator: Communicator,
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any] | None,
+    plan: Plan,
+    options: StepOptions,
+) -> Communicator:
+    """The ranks on the plan's mesh, if all of them build the same step, and can. Collective. Raises PlanError."""
+    compared = options.compared(shares_samples=plan.mesh.size > plan.dp)
+    check_same_build(communicator, "ff.parallelize", model, plan=plan, options=compared, loss=loss)
+    check_plan_on_ranks(model, plan, communicator, clip=options.clip)
+    return communicator.on_mesh(plan.mesh)
 
 
 def check_plan_on_ranks(model: nn.Module, plan: Plan, communicator: Communicator, *, clip: float | None = None) -> None:

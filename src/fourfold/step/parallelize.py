@@ -27,7 +27,6 @@ from fourfold.step.initial_model import make_initial_model
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import (
     check_model_loss,
-    check_plan_on_ranks,
     check_specs,
     check_update_timing,
     model_plan_problems,
@@ -91,11 +90,8 @@ def parallelize(
     comm = init.init_communicator()
     plan = plan or Plan(dp=comm.size)
     initial = make_initial_model(model, comm.device, defers=plan.tp > 1 or plan.pp > 1, is_log_rank=comm.rank == 0)
-    check_plan_on_ranks(initial.model, plan, comm, clip=clip)
     _set_threads(comm)
-    place = random_place(plan.mesh, comm.rank)
-    torch.manual_seed(generator_seed(seed, place.dp, stage=place.pp))
-    return TrainStep(
+    step = TrainStep(
         initial.model,
         loss,
         optimizer,
@@ -109,6 +105,9 @@ def parallelize(
         tensor=tensor,
         initial_weights=initial.weights,
     )
+    place = random_place(plan.mesh, comm.rank)
+    torch.manual_seed(generator_seed(seed, place.dp, stage=place.pp))
+    return step
 
 
 def preflight(task: Task, plan: Plan) -> nn.Module:

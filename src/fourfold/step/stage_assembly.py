@@ -50,9 +50,7 @@ from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.persistent_state import PersistentState
-from fourfold.step.rank_agreement import check_same_on_ranks
 from fourfold.step.stage import Stage
-from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.weights import Weights, trainable_parameters
@@ -164,18 +162,14 @@ def lay_out(
     optimizer: Optimizer,
     plan: Plan,
     world: Communicator,
-    options: StepOptions,
     whole: WholeModelSpecs,
 ) -> Trained:
-    """The buckets of the trained parameters; all ranks have the same, or raise PlanError. Collective.
+    """The buckets of the trained parameters. Collective.
 
     model  this rank's stage; `whole`: of the model before other stages were dropped
     """
-    trainable, specs = trainable_parameters(model), whole.params
-    shapes: dict[str, list[int] | str] = {spec.name: list(spec.shape) for spec in specs}
-    compared = {name: value for name, value in options._asdict().items() if name != "seed"}
-    check_same_on_ranks(world, specs, shapes, plan=plan, options=compared, optimizer=optimizer)
-    blueprint = lower(plan, specs, gather_topology(world), whole.update)
+    trainable = trainable_parameters(model)
+    blueprint = lower(plan, whole.params, gather_topology(world), whole.update)
     return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
 
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
-from fourfold.step.drift_report import FROZEN, MASTER_WEIGHTS, WEIGHTS
+from fourfold.step.digests.weights import FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
 from fourfold.step.persistent_state import cloned
-from fourfold.step.replica_drift import ReplicatedTensor
 from fourfold.step.saved_state import SavedState, local_state, readers_of
 from fourfold.words.errors import Problem, TrainingError
 

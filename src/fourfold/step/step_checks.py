@@ -11,10 +11,10 @@ from fourfold.plan.intervals import is_due
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch_norm import NormWatch
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
+from fourfold.step.digests.weights import DriftChecker, ReplicatedTensor
 from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.nan_guard import NanGuard, Skipped
-from fourfold.step.replica_drift import DriftChecker, ReplicatedTensor
 from fourfold.step.same_source import check_same_source
 from fourfold.step.step_state import StepState
 from fourfold.step.user_optimizer import OptimizerWatch

@@ -1,7 +1,7 @@
 """Step options: the settings of a step that are not in the plan."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from fourfold.plan.intervals import DRIFT_CHECK
 
@@ -15,6 +15,10 @@ class StepOptions(NamedTuple):
     same_batches: str = "refuse"
     drift_check: int = DRIFT_CHECK
     tensor: Mapping[str, str] = {}
+
+    def compared(self, *, shares_samples: bool) -> dict[str, Any]:
+        """What must be the same on all ranks: the seed too where ranks share samples, and draw alike for them."""
+        return {name: value for name, value in self._asdict().items() if name != "seed" or shares_samples}
 
 
 class StepKeywords(TypedDict, total=False):

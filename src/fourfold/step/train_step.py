@@ -24,6 +24,7 @@ from fourfold.step.codec_state import CodecState
 from fourfold.step.inference import InferenceModel, inference_model
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_call import eval_mode
+from fourfold.step.model_checks import join_mesh
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
@@ -52,15 +53,14 @@ class TrainStep:
         initial_weights: InitialWeights = OWN_WEIGHTS,
         **options: Unpack[StepKeywords],
     ) -> None:
-        self.model, self.plan, self.seed = model, plan, options.get("seed", 0)
-        initial, self.communicator = InitialModel(model, initial_weights), communicator.on_mesh(plan.mesh)
-        self._assembly = assembly = assemble(initial, loss, optimizer, plan, self.communicator, StepOptions(**options))
+        initial, chosen = InitialModel(model, initial_weights), StepOptions(**options)
+        self.model, self.plan, self.seed = model, plan, chosen.seed
+        self.communicator = join_mesh(communicator, model, loss, plan, chosen)
+        self._assembly = assembly = assemble(initial, loss, optimizer, plan, self.communicator, chosen)
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
         self._access = access = StateAccess(assembly)
         self._runner = (AsynchronousRunner if plan.is_asynchronous else StepRunner)(model, assembly, access)
-
-    # ---- what this rank is ---------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:

@@ -16,22 +16,18 @@ from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch_statistics import batch_norms, make_exchange
 from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
-from fourfold.step.drift_report import KINDS, TRAINED_KINDS
+from fourfold.step.digests.weights import DriftChecker
 from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
 from fourfold.step.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
-from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
+from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
-from fourfold.step.rank_agreement import check_same_on_ranks
-from fourfold.step.replica_drift import DriftChecker
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
-from fourfold.step.weights import trainable_parameters
 from fourfold.step.wrapper_checks import WrapperChecks
 
 WRAPPER_HINT = (
@@ -42,27 +38,11 @@ WRAPPER_HINT = (
 def make_checks(
     optimizer: Optimizer, model: nn.Module, plan: Plan, world: Communicator, *, same_batches: str, drift_check: int
 ) -> WrapperChecks:
-    """What ranks compare. Collective. Raises SettingError for a wrong `same_batches` or `drift_check`.
-
-    Raises PlanError, on every rank, unless all ranks have the same parameters, plan, options and optimizer.
-    """
+    """What ranks compare. Raises SettingError for a wrong `same_batches` or `drift_check`."""
     duplicate_batches = DuplicateBatches(same_batches, data_ranks=range(plan.dp), is_log_rank=world.rank == 0)
-    settings = {"same_batches": same_batches, "drift_check": drift_check}
-    _check_same_build(optimizer, model, plan, world, settings)
-    kinds = TRAINED_KINDS if plan.batch_split.has_local_batch_norm else KINDS
-    drift_checker = DriftChecker(world, drift_check, kinds=kinds, attempt=WRAPPER_HINT)
+    with_frozen = not plan.batch_split.has_local_batch_norm
+    drift_checker = DriftChecker(world, drift_check, with_frozen=with_frozen, attempt=WRAPPER_HINT)
     return WrapperChecks(model, OptionTracker(optimizer), world.along("dp"), duplicate_batches, drift_checker)
-
-
-def _check_same_build(
-    optimizer: Optimizer, model: nn.Module, plan: Plan, world: Communicator, settings: dict[str, str | int]
-) -> None:
-    """Raise PlanError unless every rank wraps the same optimizer, with the same settings. Collective."""
-    trainable = trainable_parameters(model)
-    groups = dict.fromkeys(trainable, -1) | group_indices(optimizer, trainable)
-    specs = param_specs(trainable, groups)
-    shapes = {name: shape_and_strides(p) for name, p in trainable.items()}
-    check_same_on_ranks(world, specs, shapes, plan=plan, options=settings, optimizer=optimizer)
 
 
 def make_averager(

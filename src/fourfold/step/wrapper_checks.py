@@ -9,8 +9,8 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.step.digests.weights import DriftChecker, DriftSchedule, replicated_tensors
 from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints, NoFingerprints
-from fourfold.step.replica_drift import DriftChecker, DriftSchedule, replicated_tensors
 
 
 class WrapperChecks:

@@ -6,7 +6,7 @@ Law: equal options have equal text on every rank.
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,17 +23,13 @@ HEX_PREFIX, ELLIPSIS = "0x", "…"  # around the bits of numbers
 
 
 def describe_options(optimizer: Optimizer) -> dict[str, str]:
-    """Class, defaults and every group's options, by name. Reads device tensors too, so it is for building a step."""
+    """Class and every group's options, by name. Reads device tensors too, so it is for building a step."""
     kind = type(optimizer)
     texts = {CLASS_KEY: f"{kind.__module__}.{kind.__qualname__}"}
-    for where, options in (("default", optimizer.defaults), *_named_groups(optimizer.param_groups)):
+    for index, options in enumerate(optimizer.param_groups):
         compared = sorted(options.keys() - NOT_COMPARED)
-        texts |= {f"{where} {name}": option_text(options[name], read_device=True) for name in compared}
+        texts |= {f"group {index} {name}": option_text(options[name], read_device=True) for name in compared}
     return texts
-
-
-def _named_groups(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(f"group {index}", group) for index, group in enumerate(groups)]
 
 
 def option_text(value: Any, *, read_device: bool = False) -> str:

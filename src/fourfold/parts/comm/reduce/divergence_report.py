@@ -1,9 +1,10 @@
 """Divergence report: the error that says which ranks are in which call, or have which optimizer options."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from fourfold.parts.optim.option_text import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
+from fourfold.words.rank_groups import format_groups
 
 POSITIONS_SEPARATOR = ", positions "  # a step's part of the sample order follows: see `plan.sample_order.BatchRange`
 
@@ -31,8 +32,7 @@ def divergence_error(
             options[rank] = text
     if len({names[rank] for rank in options}) == 1 and len(set(options.values())) > 1:
         return _option_divergence_error(names[next(iter(options))], options, attempt)
-    rows = _group_by_text(names)
-    got = "; ".join(f"{_format_ranks(ranks, 'is', 'are')} at {call}" for call, ranks in rows)
+    got = format_groups({rank: f"at {name}" for rank, name in names.items()}, "is", "are")
     attempt = "no step, evaluation or exchange that only one rank does or leaves out"
     if len({name.partition(POSITIONS_SEPARATOR)[0] for name in names.values()}) == 1:
         attempt = "the same source, seed, batch_size and state on every rank, and no batch that one rank leaves out"
@@ -44,28 +44,10 @@ def _option_divergence_error(call: str, options: Mapping[int, str], attempt: str
     by_rank = {rank: parse_options(text) for rank, text in options.items()}
     need, problems = "the same options on every rank", []
     for option in dict.fromkeys(name for values in by_rank.values() for name in values):
-        rows = _group_by_text({rank: values.get(option, ABSENT) for rank, values in by_rank.items()})
-        if len(rows) > 1:
-            got = "; ".join(f"{_format_ranks(ranks, 'has', 'have')} {values}" for values, ranks in rows)
-            problems.append(Problem(f"{option}: {got}", need, attempt))
+        shown = {rank: values.get(option, ABSENT) for rank, values in by_rank.items()}
+        if len(set(shown.values())) > 1:
+            problems.append(Problem(f"{option}: {format_groups(shown)}", need, attempt))
     if not problems:  # the call was too short for all options; the digest at its beginning differs
-        got = "; ".join(
-            f"{_format_ranks(ranks, 'has', 'have')} {text.split()[0]}" for text, ranks in _group_by_text(options)
-        )
+        got = format_groups({rank: text.split()[0] for rank, text in options.items()})
         problems.append(Problem(f"options that are too long to show, by digest: {got}", need, attempt))
     return DivergenceError(problems, where=f"the options of the optimizer at {call}")
-
-
-def _group_by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The ranks of each text, the fewest first: they are the likeliest to have diverged."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        by_text.setdefault(text, []).append(rank)
-    return sorted(by_text.items(), key=lambda row: (len(row[1]), row[1]))
-
-
-def _format_ranks(ranks: Sequence[int], one: str, many: str) -> str:
-    """`rank 1 is`, `ranks 0, 2 and 3 are`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {one}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {many}"

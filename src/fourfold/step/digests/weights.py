@@ -1,4 +1,4 @@
-"""Replica drift: whether ranks that hold the same weights still have the same bits.
+"""Weights: whether ranks that hold the same weights still have the same bits.
 
 replica  a weight that several ranks hold: every weight at zero 0, one shard in hybrid sharding, every frozen weight
 held     in this rank's own memory; weights that exist once per host are held by the host's first rank
@@ -6,11 +6,12 @@ Law: replicas that differ in one bit are found at the next check, and every rank
 machines or kinds of update that may round differently this is a warning, with the size of the difference.
 """
 
-import hashlib
 import json
 import math
+import platform
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +21,11 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.plan.intervals import is_due
-from fourfold.step.drift_report import (
-    FROZEN,
-    KINDS,
-    WEIGHTS,
-    Difference,
-    describe_difference,
-    first_difference,
-    is_rounding,
-    machine_fingerprint,
-)
-from fourfold.words.errors import DivergenceError, Problem, SettingError
+from fourfold.step.digests.table import TABLE, digest
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.rank_groups import format_ranks
 
-TRAIN_STEP_HINT = "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()"
+WEIGHTS, MASTER_WEIGHTS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
 
 
 class ReplicatedTensor(NamedTuple):
@@ -53,24 +46,33 @@ class ReplicatedTensor(NamedTuple):
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return [self.kind, self.name, self.start, self.tensor.numel(), dtype, self.shard]
 
-    @property
-    def group(self) -> tuple[str, bool]:
-        """What is compared together: a rank may hold the same as others of one group, and not of another."""
-        return self.kind, self.shard > 0
+
+def replicated_tensors(model: nn.Module) -> Iterator[ReplicatedTensor]:
+    """The replicas that a rank holds of a model whose weights are all in its own memory."""
+    for name, parameter in model.named_parameters():
+        yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
 
 
 class DriftChecker:
     """Compares the weights of the ranks after every `every` steps; 0: never."""
 
     def __init__(
-        self, communicator: Communicator, every: int, *, kinds: Sequence[str] = KINDS, attempt: str = TRAIN_STEP_HINT
+        self,
+        communicator: Communicator,
+        every: int,
+        *,
+        with_frozen: bool = True,
+        attempt: str = TABLE["weights"].attempt,
     ) -> None:
-        """`kinds`: of weights that are compared. `attempt`: what the error suggests."""
+        """`with_frozen`: compare frozen weights too. With local batch norm they may hold a rank's own state.
+
+        `attempt`: what the error suggests.
+        """
         if every < 0:
             raise SettingError(Problem(f"drift_check = {every}", "a number of steps, or 0 for never"))
         self.every = every if communicator.size > 1 else 0
         self._communicator, self._warned_size, self._attempt = communicator, 0.0, attempt
-        self._kinds = kinds
+        self._kinds = KINDS if with_frozen else (WEIGHTS, MASTER_WEIGHTS)
         self._is_first_due = self.every > 0
 
     def is_due(self, step: int, period: int) -> bool:
@@ -87,37 +89,37 @@ class DriftChecker:
         If the ranks that differ have different machines, or another `update_kind`, rank 0 warns instead.
         """
         self._is_first_due = False
+        gather = self._communicator.all_gather_json
         tensors = [each for each in tensors if each.kind in self._kinds]
         with untracked_access():
             hashes = fingerprints([each.tensor for each in tensors])
-        groups = [(kind, is_split) for kind in KINDS for is_split in (False, True)]
-        digests = [_digests(tensors, hashes, group) for group in groups]
-        if not _any_differ(self._communicator.all_gather_json(digests)):
+        # What is compared together: a rank may hold the same as others of one group, and not of another.
+        groups: dict[tuple[str, bool], list[Any]] = {(kind, split): [] for kind in KINDS for split in (False, True)}
+        rows = [[each.key, value] for each, value in zip(tensors, hashes, strict=True)]
+        for each, row in zip(tensors, rows, strict=True):
+            groups[each.kind, each.shard > 0].append(row)
+        digests = gather([[digest([key for key, _ in group]), digest(group)] for group in groups.values()])
+        # Ranks that hold the same of a group, by the digest of its keys, have one digest of its values.
+        if all(len(set(map(tuple, column))) == len(dict(column)) for column in zip(*digests, strict=True)):
             return
-        by_rank = self._communicator.all_gather_json(
-            [[each.key, value] for each, value in zip(tensors, hashes, strict=True)]
-        )
-        difference = first_difference(by_rank)
-        assert difference is not None, "digests differ, fingerprints do not"
+        difference = _first_difference(gather(rows))
         size, largest = self._max_difference(tensors, difference)
-        machines = self._communicator.all_gather_json(
-            ", ".join(filter(None, [machine_fingerprint(self._communicator), update_kind]))
-        )
-        text = describe_difference(difference, size, largest)
-        if is_rounding(difference, machines):
+        machines = gather(", ".join(filter(None, [_machine(self._communicator), update_kind])))
+        text = difference.describe(size, largest)
+        if difference.is_rounding(machines):
             self._warn(text, size, machines, when)
             return
-        need = "the same bits on every rank that holds a weight"
-        raise DivergenceError(Problem(text, need, self._attempt), where=f"the weights {when}")
+        row = TABLE["weights"]
+        raise row.error(Problem(text, row.need, self._attempt), where=f"{row.where} {when}")
 
-    def _max_difference(self, tensors: Sequence[ReplicatedTensor], difference: Difference) -> tuple[float, float]:
+    def _max_difference(self, tensors: Sequence[ReplicatedTensor], difference: "_Difference") -> tuple[float, float]:
         """The largest difference between replicas of a parameter, and its largest weight. Collective."""
-        local = next((each.tensor for each in tensors if each.key == list(difference.key)), None)
-        source = difference.rank_groups[0][0]
+        key, source = difference.key, difference.rank_groups[0][0]
+        local = next((each.tensor for each in tensors if each.key == key), None)
         if self._communicator.rank == source and local is not None:
             reference = local.detach().reshape(-1).to(self._communicator.device, copy=True)
         else:
-            _, _, _, numel, dtype, _ = difference.key
+            _, _, _, numel, dtype, _ = key
             reference = torch.zeros(numel, dtype=getattr(torch, dtype), device=self._communicator.device)
         self._communicator.broadcast(reference, source)
         sizes = [0.0, 0.0]
@@ -170,29 +172,55 @@ class DriftSchedule:
         return True
 
 
-def replicated_tensors(model: nn.Module) -> Iterator[ReplicatedTensor]:
-    """The replicas that a rank holds of a model whose weights are all in its own memory."""
-    for name, parameter in model.named_parameters():
-        yield ReplicatedTensor(WEIGHTS if parameter.requires_grad else FROZEN, name, 0, parameter)
+class _Difference(NamedTuple):
+    """The first weight that differs, and the ranks of each of its values, the most first: they are most likely right.
+
+    num_more  how many other weights differ
+    """
+
+    key: list[Any]
+    rank_groups: Sequence[Sequence[int]]
+    num_more: int
+
+    def describe(self, size: float, largest: float) -> str:
+        kind, name = self.key[:2]
+        which = name if kind == WEIGHTS else f"{name} ({kind})"
+        reference, *others = self.rank_groups
+        differ = "; ".join(f"{format_ranks(r, 'differs', 'differ')} from {format_ranks(reference)}" for r in others)
+        more = f"; so do {self.num_more} more" if self.num_more else ""
+        return f"{which}: {differ} by at most {size:.3g}, where weights reach {largest:.3g}{more}"
+
+    def is_rounding(self, machines: Sequence[str]) -> bool:
+        """Whether ranks on the same kind of machine agree: then different rounding explains the difference."""
+        groups: dict[str, set[int]] = {}
+        for index, ranks in enumerate(self.rank_groups):
+            for rank in ranks:
+                groups.setdefault(machines[rank], set()).add(index)
+        return all(len(each) == 1 for each in groups.values())
 
 
-def _digests(tensors: Sequence[ReplicatedTensor], hashes: Sequence[int], group: tuple[str, bool]) -> list[str]:
-    """Two digests of the weights of one group that this rank holds: of their keys, and of their values."""
-    rows = [(each.key, value) for each, value in zip(tensors, hashes, strict=True) if each.group == group]
-    parts = [key for key, _ in rows], [value for _, value in rows]
-    return [hashlib.blake2b(json.dumps(part).encode(), digest_size=8).hexdigest() for part in parts]
+def _first_difference(by_rank: Sequence[Sequence[Any]]) -> _Difference:
+    """The first difference, in the parameter order of the first rank that holds it."""
+    ranks_by_value: dict[str, dict[int, list[int]]] = {}
+    for rank, row in enumerate(by_rank):
+        for key, value in row:
+            ranks_by_value.setdefault(json.dumps(key), {}).setdefault(value, []).append(rank)
+    differing = [(key, groups) for key, groups in ranks_by_value.items() if len(groups) > 1]
+    assert differing, "digests differ, fingerprints do not"
+    key, groups = differing[0]
+    rank_groups = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    return _Difference(json.loads(key), rank_groups, len(differing) - 1)
 
 
-def _any_differ(by_rank: Sequence[Sequence[Sequence[str]]]) -> bool:
-    """Whether ranks that hold the same weights have different values."""
-    for group in range(len(by_rank[0])):
-        values_of_keys: dict[str, set[str]] = {}
-        for row in by_rank:
-            keys, values = row[group]
-            values_of_keys.setdefault(keys, set()).add(values)
-        if any(len(each) > 1 for each in values_of_keys.values()):
-            return True
-    return False
+def _machine(communicator: Communicator) -> str:
+    """What decides how this rank's updates round: ranks on the same kind of machine compute the same bits."""
+    if communicator.device.type == "cuda":
+        return torch.cuda.get_device_name(communicator.device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _largest(numbers: Sequence[float]) -> float:

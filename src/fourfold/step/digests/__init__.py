@@ -1,0 +1,1 @@
+"""What ranks hash and compare: one table, and who computes each kind of digest."""
