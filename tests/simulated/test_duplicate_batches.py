@@ -12,7 +12,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.batches import Batch
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step import duplicate_batches
+from fourfold.step.digests import batches as duplicate_batches
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.tensor_tree import tree_map
 from fourfold.step.train_step import TrainStep
@@ -138,8 +138,8 @@ def test_a_repeated_batch_warns_once_and_is_trained_on(api):
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_comparison_stops_once_batches_have_differed(api, last, monkeypatch):
     """Ranks differ in the first batch, or later; on all ranks, or on one of three."""
-    hashed, hash_ = [], duplicate_batches.batch_digest
-    monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
+    hashed, hash_ = [], duplicate_batches.tensors_digest
+    monkeypatch.setattr(duplicate_batches, "tensors_digest", lambda tensors: hashed.append(1) or hash_(tensors))
 
     def batches(rank):
         return [loader_batch(0)] * last + [loader_batch(1 if rank < 2 else 2)] + [loader_batch(n) for n in range(3, 9)]
@@ -152,13 +152,13 @@ def test_comparison_stops_once_batches_have_differed(api, last, monkeypatch):
 
 @pytest.mark.parametrize("api", APIS)
 def test_same_batches_can_be_allowed_and_are_then_not_hashed(api, monkeypatch):
-    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "tensors_digest", None)
     assert trained(api, 2, lambda rank: map(loader_batch, range(5)), same_batches="allow") == [(5, None)] * 2
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_one_rank_hashes_no_batches(api, monkeypatch):
-    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "tensors_digest", None)
     assert trained(api, 1, lambda rank: map(loader_batch, range(5))) == [(5, None)]
 
 
@@ -168,8 +168,8 @@ def test_a_wrapper_that_a_newer_one_replaces_hashes_no_batches(monkeypatch):
         newer.train(loader_batch(comm.rank))
         return older.optimizer is not newer.optimizer
 
-    hashed, hash_ = [], duplicate_batches.batch_digest
-    monkeypatch.setattr(duplicate_batches, "batch_digest", lambda tensors: hashed.append(1) or hash_(tensors))
+    hashed, hash_ = [], duplicate_batches.tensors_digest
+    monkeypatch.setattr(duplicate_batches, "tensors_digest", lambda tensors: hashed.append(1) or hash_(tensors))
     assert threads.run(2, body) == [True, True]
     assert len(hashed) == 2  # one on each rank
 
@@ -209,7 +209,7 @@ def test_same_batches_has_two_values_and_is_the_same_on_every_rank(api):
 
 
 def test_batches_of_a_feed_are_not_compared(monkeypatch):
-    monkeypatch.setattr(duplicate_batches, "batch_digest", None)
+    monkeypatch.setattr(duplicate_batches, "tensors_digest", None)
     fed = [Batch.wrap(loader_batch(n), BatchRange(99, 0, 0, 4 * n, 4 * n + 4, 4 * n, 4 * n + 4)) for n in range(5)]
     assert trained(Parallel, 2, lambda rank: fed) == [(5, None)] * 2
 
@@ -349,7 +349,7 @@ class Opaque:
     torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse(),
 ])  # fmt: skip
 def test_inputs_that_cannot_be_compared_have_no_fingerprint(tree):
-    assert duplicate_batches.fingerprint(tree) is None
+    assert duplicate_batches.samples_digest(tree) is None
 
 
 def test_fingerprints_differ_where_batches_do():
@@ -358,18 +358,18 @@ def test_fingerprints_differ_where_batches_do():
         x, x.t(), x.double(), x + 1, (x, x), {"a": x}, {"b": x}, [x, 2 * x], ["some text"], ["another text"],
         x.to(torch.complex64), x > 2, x.bfloat16(), x.numpy() + 5, [b"some bytes"],
     ]  # fmt: skip
-    prints = [duplicate_batches.fingerprint(tree) for tree in trees]
+    prints = [duplicate_batches.samples_digest(tree) for tree in trees]
     assert None not in prints
     assert len(set(prints)) == len(trees)
-    assert duplicate_batches.fingerprint((x, 1)) == duplicate_batches.fingerprint((x.clone(), 2))
-    assert duplicate_batches.fingerprint(x.t().contiguous().t()) == duplicate_batches.fingerprint(x)
+    assert duplicate_batches.samples_digest((x, 1)) == duplicate_batches.samples_digest((x.clone(), 2))
+    assert duplicate_batches.samples_digest(x.t().contiguous().t()) == duplicate_batches.samples_digest(x)
 
 
 def test_removing_the_input_hook_does_not_recompile_a_model():
     from torch._dynamo.testing import CompileCounter  # not on top: two seconds in each process that collects tests
 
     counter, model = CompileCounter(), linear()
-    inputs = duplicate_batches.InputFingerprints(model)
+    inputs = duplicate_batches.InputDigests(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for number in range(4):
         compiled(loader_batch(number)[0]).sum().backward()

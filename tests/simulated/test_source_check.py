@@ -91,7 +91,7 @@ def test_validation_data_of_different_lengths_are_refused_on_every_rank(zero):
         data = ff.Data(train=part(0))
         task = ff.Task(model=lambda: step.model, loss=values, data=lambda: data, optimizer=sgd)
         source = TensorSource(INPUTS[: 9 + 4 * comm.rank], TARGETS[: 9 + 4 * comm.rank])
-        with pytest.raises(TaskError, match="validation data of 9 on rank 0, 13 on rank 1 samples"):
+        with pytest.raises(TaskError, match="validation data: rank 0 has 9 samples; rank 1 has 13 samples"):
             evaluate(step, task, source, 4)
         return True
 

@@ -485,12 +485,12 @@ class Failing(nn.Module):
 
     def __init__(self, where: str, comm: Any) -> None:
         super().__init__()
-        self.where, self.is_here = where, comm.rank == 1
+        self.where, self._is_here = where, comm.rank == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_here and (self.where == "whole" or (self.where == "cut" and x.shape[-1] < 16)):
+        if self._is_here and (self.where == "whole" or (self.where == "cut" and x.shape[-1] < 16)):
             raise KeyError(self.where)
-        fails_later = self.is_here and self.where == "backward" and x.shape[-1] < 16
+        fails_later = self._is_here and self.where == "backward" and x.shape[-1] < 16
         return FailingGrad.apply(x) if fails_later else x
 
     def __deepcopy__(self, memo: Any) -> "Failing":

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from msgspec import json
 
 from fourfold.checkpoint.collect import TrainingState, group_options
@@ -26,6 +25,7 @@ from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.feed.feed import Feed
 from fourfold.plan.decode import DecodeError
 from fourfold.plan.json_state import decode_state, encode_state, state_problems
+from fourfold.step.digests.table import TABLE, digest_bytes
 from fourfold.step.train_step import TrainStep
 from fourfold.words import argument_checks
 from fourfold.words.errors import CheckpointError, Problem, SettingError
@@ -229,12 +229,11 @@ class Checkpoints:
 
     def _raise_together(self, problems: list[Problem], values: Any) -> None:
         """Raise SettingError on every rank if any rank has a problem, or ranks were given different values."""
-        digest = xxhash.xxh3_128_hexdigest(json.encode(values))
-        views = self._step.all_gather_json([problems, digest])
+        views = self._step.all_gather_json([problems, digest_bytes(json.encode(values))])
         distinct = dict.fromkeys(tuple(each) for found, _ in views for each in found)
         if not distinct and (others := [rank for rank, (_, other) in enumerate(views) if other != views[0][1]]):
             got = f"another extra or metrics on rank {', '.join(map(str, others))} than on rank 0"
-            distinct[got, "the same on every rank", "step.all_gather_json(value), which gives all ranks' values"] = None
+            distinct[got, TABLE["saved values"].need, TABLE["saved values"].attempt] = None
         if distinct:
             raise SettingError([Problem(*each) for each in distinct], where="save()")
 

@@ -33,11 +33,11 @@ from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
+from fourfold.step.digests.batches import DuplicateBatches
 from fourfold.step.digests.build import check_same_optimizer
 from fourfold.step.digests.weights import DriftChecker
 from fourfold.step.dry_run.first_batch import DryRun
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
-from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms

@@ -15,9 +15,9 @@ from fourfold.parts.comm.row_exchange import RowExchange
 from fourfold.plan.rng import microbatch_seed
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem
 from fourfold.step.pipeline.dry_run import PipelineDryRun
 from fourfold.step.rank_dropout import SplitDropout
-from fourfold.step.sequence.batch_consistency import batch_digest, batch_mismatch_problem
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
 from fourfold.step.tensor.tensor_calls import TensorCalls

@@ -11,11 +11,10 @@ from fourfold.plan.intervals import is_due
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.batch_norm import NormWatch
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
+from fourfold.step.digests.batches import DuplicateBatches, check_same_source, samples_digest
 from fourfold.step.digests.weights import DriftChecker, ReplicatedTensor
-from fourfold.step.duplicate_batches import DuplicateBatches, fingerprint
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.nan_guard import NanGuard, Skipped
-from fourfold.step.same_source import check_same_source
 from fourfold.step.step_state import StepState
 from fourfold.step.user_optimizer import OptimizerWatch
 from fourfold.step.weights import Weights
@@ -70,7 +69,7 @@ class StepChecks:
 
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        by_rank = self._calls.world.all_gather_json(fingerprint(batch))
+        by_rank = self._calls.world.all_gather_json(samples_digest(batch))
         self._duplicate_batches.compare(by_rank)
 
     def check_unchanged(self, *, has_pending_updates: bool) -> None:

@@ -26,8 +26,8 @@ from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.batch import Microbatch
+from fourfold.step.digests.batches import batch_mismatch_problem
 from fourfold.step.loss_sum import Loss, is_uneven, uneven_problem
-from fourfold.step.sequence.batch_consistency import batch_mismatch_problem
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
@@ -52,7 +52,7 @@ class StepTotals:
     num_stop_requests: float
     """On how many ranks a stop was requested."""
     num_mismatches: float
-    """How many ranks have another batch than the ranks of their sequence: see `sequence/batch_consistency.py`."""
+    """How many ranks have another batch than the ranks of their sequence: see `digests/batches.py`."""
     other_count: float
     other_square: float
     """Of a loss that is made of several means: see `loss_sum`."""

@@ -21,8 +21,8 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.batch_statistics import batch_norms, make_exchange
 from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.step.digests.batches import DuplicateBatches
 from fourfold.step.digests.weights import DriftChecker
-from fourfold.step.duplicate_batches import DuplicateBatches
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
 from fourfold.step.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
 from fourfold.step.memory_formats import MemoryFormats

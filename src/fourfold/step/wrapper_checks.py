@@ -9,8 +9,8 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.step.digests.batches import DuplicateBatches, InputDigests
 from fourfold.step.digests.weights import DriftChecker, DriftSchedule, replicated_tensors
-from fourfold.step.duplicate_batches import DuplicateBatches, InputFingerprints, NoFingerprints
 
 
 class WrapperChecks:
@@ -26,7 +26,7 @@ class WrapperChecks:
     ) -> None:
         self._model, self._data_ranks = model, data_ranks
         self._duplicate_batches = duplicate_batches
-        self._input_fingerprints = InputFingerprints(model) if duplicate_batches.num_left else NoFingerprints()
+        self._inputs = InputDigests(model if duplicate_batches.num_left else nn.Module())
         self.options = options
         """The options of the optimizer's groups, which the call of every round carries."""
         self._drift_checker, self._drift_schedule = drift_checker, DriftSchedule(drift_checker.every)
@@ -36,10 +36,10 @@ class WrapperChecks:
         if not self._duplicate_batches.num_left:
             return
         try:
-            self._duplicate_batches.compare(self._data_ranks.all_gather_json(self._input_fingerprints.pop()))
+            self._duplicate_batches.compare(self._data_ranks.all_gather_json(self._inputs.pop()))
         finally:
             if not self._duplicate_batches.num_left:
-                self._input_fingerprints.remove_hook()
+                self._inputs.remove_hook()
 
     def compare_weights_if_due(self, num_steps: int, num_loads: int) -> None:
         """Compare the weights if `drift_check` says so after so many steps and loads of optimizer state. Collective."""
@@ -57,4 +57,4 @@ class WrapperChecks:
 
     def remove_hook(self) -> None:
         """Stop looking at the model's inputs."""
-        self._input_fingerprints.remove_hook()
+        self._inputs.remove_hook()

@@ -15,9 +15,9 @@ from fourfold.feed.data_input import DataInput, open_input
 from fourfold.feed.evaluation_batches import EvaluationBatch, EvaluationBatches
 from fourfold.feed.stream import Stream
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
+from fourfold.step.digests.batches import check_same_length, check_same_source
 from fourfold.step.loss_sum import is_uneven, uneven_problem
 from fourfold.step.model_call import eval_mode
-from fourfold.step.same_source import check_same_length, check_same_source
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
 from fourfold.words.error_notes import describe_function, noting

@@ -18,14 +18,13 @@ from fourfold.parts.comm.edge.protocol import StageEdges
 from fourfold.parts.comm.edges import connect_pair, make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
-from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import own_buffers, own_parameters
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step.digests.batches import batch_digest
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.knowledge import Knowledge
 from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
 from fourfold.step.pipeline.values import OBJECT, TENSOR, describe, take_apart, without_caches
-from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 
@@ -100,8 +99,7 @@ class PipelineAxis(NamedTuple):
         """Raise TaskError, on the ranks of all stages, unless they have the same inputs. Collective."""
         if not self.is_cut:
             return
-        shown = [fingerprints(list(tree_leaves(inputs))), list(inputs) if isinstance(inputs, dict) else None]
-        if any(each != shown for each in self.ranks.all_gather_json(shown)):
+        if len(set(self.ranks.all_gather_json(batch_digest(inputs)))) > 1:
             got = f"other inputs of the model on some of ranks {', '.join(map(str, self.ranks.ranks))}"
             need = "the same on each of these ranks, which compute one forward together"
             raise TaskError(Problem(got, need, "torch.manual_seed(0) on all of them before they draw tokens"))
