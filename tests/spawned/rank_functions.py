@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -29,7 +30,7 @@ from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.trainer import stragglers
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.errors import DivergenceError
+from fourfold.words.errors import DivergenceError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module
 from tests.cases import Case
@@ -334,3 +335,23 @@ def verdict(**fields: Any) -> dict[str, Any] | None:
     task = lm.task(width=32, layers=2, length=32, steps=2, batch_size=4, clip=None)
     result = verify(task, ff.Plan(**fields))
     return None if result is None else {"worst": result.max_deviation, "tensors": len(result.worst["weight"])}
+
+
+def build_others() -> list[str]:
+    """What a rank raises where rank 1 builds a step of another plan, of another model, and another kind of step."""
+    is_other, messages = dist.get_rank() == 1, []
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    blocks = [nn.Linear(4, 4) for _ in range(5)]
+    stages, data = ff.Plan(pp=2, microbatches=2), ff.Plan(dp=2)
+    for model, plan in (
+        (nn.Sequential(*blocks[:4]), data if is_other else stages),
+        (nn.Sequential(*blocks[: 5 if is_other else 4]), stages),
+        (nn.Sequential(*blocks[:4], *[nn.ReLU()] * is_other), stages),
+        (nn.Sequential(*blocks[:4]), ff.Plan(dp=4) if is_other else data),
+    ):
+        try:
+            ff.parallelize(model, nn.MSELoss(), sgd, plan)
+            messages.append("built")
+        except PlanError as error:
+            messages.append(str(error))
+    return messages

@@ -89,6 +89,15 @@ def test_local_sgd_syncs_over_every_transport(world, transport, host):
             assert result["sent_bytes"][1] == pytest.approx(2 * 3 / 4 * result["weight_bytes"])
 
 
+def test_ranks_that_build_different_steps_raise_one_error_and_none_waits(world):
+    first, second = world(2).run(f"{CASES}:build_others", time_limit_seconds=60.0)
+    assert first == second
+    for message, part in zip(
+        first, ["pp = 1", "module 4 = torch.nn.Linear", "module 4 = torch.nn.ReLU", "dp = 4"], strict=True
+    ):
+        assert f"rank 1 has {part}" in message
+
+
 def test_ranks_start_from_the_weights_of_rank_0(world):
     assert all(world(2).run(f"{CASES}:starts_from_rank_0"))
 
