@@ -376,3 +376,39 @@ def test_a_run_checks_drift_at_its_end_unless_drift_check_is_0(monkeypatch, tmp_
         task, Plan(), steps=3, batch_size=2, folder=str(tmp_path), checkpoint_every=0, drift_check=drift_check
     )
     assert checked == ([3] if drift_check else [])
+
+
+class Counts(nn.Module):
+    """A forward that writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls.fill_(1.0)
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("fields", [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "pp": 2, "microbatches": 2}])
+def test_buffers_that_are_saved_are_compared_between_data_ranks(fields):
+    plan = Plan(**fields)
+
+    def body(comm):
+        model = nn.Sequential(Counts(), Counts())
+        step = TrainStep(model, torch.nn.functional.mse_loss, torch.optim.SGD, plan=plan, communicator=comm)
+        step((torch.ones(4, 4) + step.dp_index, torch.ones(4, 4)))
+        for own in model.modules():
+            if isinstance(own, Counts) and own.cache is not None:  # of this rank's stage
+                own.cache += step.dp_index
+        step.check_drift()
+        for own in model.modules():
+            if isinstance(own, Counts) and own.calls is not None:
+                own.calls[1] += step.dp_index
+        with pytest.raises(DivergenceError, match=r"calls \(buffers\): rank.* from rank.* by at most 1, where"):
+            step.check_drift()
+        return True
+
+    assert all(threads.run(plan.mesh.size, body))

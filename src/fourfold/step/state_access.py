@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
-from fourfold.step.digests.weights import FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
+from fourfold.step.digests.weights import BUFFERS, FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
 from fourfold.step.persistent_state import cloned
 from fourfold.step.saved_state import SavedState, local_state, readers_of
 from fourfold.words.errors import Problem, TrainingError
@@ -157,7 +157,12 @@ class StateAccess:
             stage.gradients.set_launch_order(programs.reduction_order)
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
-        """The weights in this rank's own memory."""
+        """The weights in this rank's own memory, and the buffers that it saves, which its data ranks have too."""
+        mesh, axis = self._calls.world.along("sp", "tp"), self._assembly.pipeline
+        saved = self._weights.model_state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved and axis.is_own(name):
+                yield ReplicatedTensor(BUFFERS, name, 0, buffer, mesh.rank)
         holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
         for name, parameter in model.named_parameters():
             shard = self._assembly.tensor.shard_number(name)

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from fourfold.feed.source_fingerprint import Fingerprint, is_same_sample
 from fourfold.parts.comm.ring.protocol import RingGroup
-from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import are_transforms_active
-from fourfold.step.digests.table import TABLE, digest
+from fourfold.step.digests.table import DIGEST_BITS, TABLE, digest
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.rank_groups import format_groups
 
@@ -69,8 +69,13 @@ def samples_digest(batch: Any) -> int | None:
 
 def tensors_digest(tensors: Sequence[tuple[str, Tensor]]) -> int:
     """Of tensors and where in the batch they are."""
-    values = fingerprints([each.detach().resolve_conj().resolve_neg() for _, each in tensors])
-    return digest([[p, str(t.dtype), list(t.shape), v] for (p, t), v in zip(tensors, values, strict=True)])
+    hashed = xxhash.xxh3_64()
+    for path, tensor in tensors:
+        hashed.update(f"{path} {tensor.dtype} {list(tensor.shape)}".encode())
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+        flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        hashed.update(flat.view(torch.uint8).numpy().data)
+    return hashed.intdigest() >> (64 - DIGEST_BITS)
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

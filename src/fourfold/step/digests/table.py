@@ -95,7 +95,7 @@ TABLE: Mapping[str, Row] = {
         'ff.Feed(dataset, batch_size=…), ff.shard(loader), or same_batches="allow"',
     ),
     "weights": Row(
-        "ranks that hold the same weights",
+        "ranks that hold the same weights or buffers",
         "agree",
         "the first step, every `drift_check` steps, at the end",
         DivergenceError,

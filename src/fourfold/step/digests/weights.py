@@ -25,13 +25,14 @@ from fourfold.step.digests.table import TABLE, digest
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.rank_groups import format_ranks
 
-WEIGHTS, MASTER_WEIGHTS, FROZEN = KINDS = ("weights", "master weights", "frozen weights")
+WEIGHTS, MASTER_WEIGHTS, FROZEN, BUFFERS = KINDS = ("weights", "master weights", "frozen weights", "buffers")
 
 
 class ReplicatedTensor(NamedTuple):
     """A weight that this rank holds: elements [start, start + numel) of a flattened parameter.
 
-    shard  which shard of a parameter that the tensor axis splits; 0 of one that all tensor ranks hold
+    shard  which shard of a parameter that the tensor axis splits; 0 of one that all tensor ranks hold. Of a buffer: the
+           place on sp and tp, since its values may be those of the place
     """
 
     kind: str
@@ -64,7 +65,7 @@ class DriftChecker:
         with_frozen: bool = True,
         attempt: str = TABLE["weights"].attempt,
     ) -> None:
-        """`with_frozen`: compare frozen weights too. With local batch norm they may hold a rank's own state.
+        """`with_frozen`: compare frozen weights and buffers too, which with local batch norm may be a rank's own.
 
         `attempt`: what the error suggests.
         """
