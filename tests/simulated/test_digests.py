@@ -22,6 +22,7 @@ from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import FourfoldError, PlanError
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
 
@@ -97,6 +98,12 @@ ELSEWHERE = {
 
 def test_every_row_of_the_table_has_a_test():
     assert set(TABLE) == {*BROKEN, *ELSEWHERE}
+
+
+def test_the_docs_have_every_row_of_the_table():
+    page = (ROOT / "docs" / "dry-run.md").read_text()
+    for kind, row in TABLE.items():
+        assert f"| {kind} | {row.who} {row.must} | {row.when} | `{row.error.__name__}` |" in page
 
 
 def errors(body: Callable[[Any], Any], size: int = 2) -> list[tuple[type, str]]:

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     attempt: str = ""
 
 
-_AT_BUILD = "when the step is built, before anything else is sent"
+_AT_BUILD = "at the build, before anything else is sent"
 _EVERY_RANK, _THE_RANKS = "the same on every rank", "the ranks"
 _WHOLE_SOURCE = "the same source on every rank: the feed gives each rank its part"
 
@@ -61,7 +61,7 @@ TABLE: Mapping[str, Row] = {
     "optimizer": Row(
         "all ranks",
         "agree",
-        "when the step is built",
+        "at the build",
         PlanError,
         "the optimizers of the ranks",
         _EVERY_RANK,
@@ -97,7 +97,7 @@ TABLE: Mapping[str, Row] = {
     "weights": Row(
         "ranks that hold the same weights or buffers",
         "agree",
-        "the first step, every `drift_check` steps, at the end",
+        "the first step, every `drift_check` steps, the end of a run",
         DivergenceError,
         "the weights",
         "the same bits on every rank that holds a weight",
@@ -106,7 +106,7 @@ TABLE: Mapping[str, Row] = {
     "saved values": Row(
         "all ranks",
         "agree",
-        "at a save of ff.Checkpoints",
+        "`Checkpoints.save()`",
         SettingError,
         "save()",
         _EVERY_RANK,
