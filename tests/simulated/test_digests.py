@@ -276,7 +276,10 @@ def test_what_is_a_ranks_own_may_differ(name):
 def test_items_are_the_same_in_every_process():
     """Sets are in the order of a process; objects have addresses."""
     letters = {"a", "b", "c", "d"}
-    made = [Net(kept=set(order), other=object(), loss=lambda x: x in {"a", "b", "c"}) for order in (letters, "dcba")]
+    made = [
+        Net(kept=set(order), other=object(), by={object(): 1}, loss=lambda x: x in {"a", "b", "c"})
+        for order in (letters, "dcba")
+    ]
     first, second = (list(model_items(model, lambda tensor: list(tensor.shape))) for model in made)
     assert first == second
     assert not any("0x" in text for _, text in first)

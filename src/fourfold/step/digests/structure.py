@@ -108,7 +108,7 @@ def _plain_text(value: Any, depth: int) -> str | None:
         return _function_text(value, depth)
     if isinstance(value, types.MethodType | types.BuiltinFunctionType):
         return value.__qualname__
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return _mapping("", value, depth)
     if isinstance(value, list | tuple):
         return _container("", value, depth)
@@ -125,8 +125,9 @@ def _container(name: str, values: Any, depth: int) -> str:
 
 
 def _mapping(name: str, values: Mapping[Any, Any], depth: int) -> str:
-    compared = [(key, value) for key, value in values.items() if not _is_of_a_rank(str(key))]
-    return f"{name}({', '.join(f'{key}: {_plain_text(value, depth - 1)}' for key, value in compared)})"
+    named = [(key if isinstance(key, str) else str(_plain_text(key, 1)), value) for key, value in values.items()]
+    texts = [f"{key}: {_plain_text(value, depth - 1)}" for key, value in named if not _is_of_a_rank(key)]
+    return f"{name}({', '.join(texts)})"
 
 
 def _function_text(function: types.FunctionType, depth: int) -> str:
