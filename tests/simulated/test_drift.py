@@ -381,6 +381,8 @@ def test_a_run_checks_drift_at_its_end_unless_drift_check_is_0(monkeypatch, tmp_
 class Counts(nn.Module):
     """A forward that writes a buffer."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -400,13 +402,12 @@ def test_buffers_that_are_saved_are_compared_between_data_ranks(fields):
         model = nn.Sequential(Counts(), Counts())
         step = TrainStep(model, torch.nn.functional.mse_loss, torch.optim.SGD, plan=plan, communicator=comm)
         step((torch.ones(4, 4) + step.dp_index, torch.ones(4, 4)))
-        for own in model.modules():
-            if isinstance(own, Counts) and own.cache is not None:  # of this rank's stage
-                own.cache += step.dp_index
+        buffers = dict(model.named_buffers())  # of this rank's stage
+        for name in buffers.keys() & {"0.cache", "1.cache"}:
+            buffers[name] += step.dp_index
         step.check_drift()
-        for own in model.modules():
-            if isinstance(own, Counts) and own.calls is not None:
-                own.calls[1] += step.dp_index
+        for name in buffers.keys() & {"0.calls", "1.calls"}:
+            buffers[name][1] += step.dp_index
         with pytest.raises(DivergenceError, match=r"calls \(buffers\): rank.* from rank.* by at most 1, where"):
             step.check_drift()
         return True
