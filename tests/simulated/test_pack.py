@@ -370,6 +370,20 @@ def test_a_manifest_is_bounded_before_it_is_believed(tmp_path, change, message):
         ff.Pack(tmp_path / "pack")
 
 
+def test_a_manifest_without_an_end_is_refused(tmp_path, monkeypatch):
+    ff.pack(rows(10), tmp_path / "pack")
+    path = tmp_path / "pack" / "manifest.json"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is a pipe"):
+        ff.Pack(tmp_path / "pack")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    monkeypatch.setattr(layout, "MAX_MANIFEST_BYTES", 2**16)
+    with pytest.raises(DataError, match="more than 65536 bytes"):
+        ff.Pack(tmp_path / "pack")
+
+
 def refused(message: str, *sources: Any, **options: Any) -> None:
     folder = Path(tempfile.mkdtemp())
     for source in sources:

@@ -283,7 +283,7 @@ def test_an_array_of_another_size_is_named(place):
 @pytest.mark.parametrize(("column", "value"), [
     ("image", b"short"), ("image", "text"), ("image", None), ("label", "text"), ("label", 0.5), ("label", None),
     ("label", b"blob"), ("name", b"\xff"), ("name", "\udcff".encode("utf-8", "surrogatepass")), ("weight", "text"),
-    ("array", b"\x93NUMPY, and no more"), ("array", npy(np.zeros(2))[:-1]),
+    ("array", b"\x93NUMPY, and no more"), ("array", npy(np.zeros(2))[:-1]), ("array", b""), ("array", bytes(144)),
 ])  # fmt: skip
 def test_a_row_with_a_value_that_its_column_cannot_have_is_a_damaged_sample(tmp_path, column, value):
     path = tmp_path / "x.db"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fourfold.feed.pack import layout
+from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.words.errors import DataError, Problem, os_error_text
 
 
@@ -10,11 +11,10 @@ def read_manifest(path: Path) -> layout.Manifest:
     """The manifest of a pack. Raises DataError if there is none, or it is damaged."""
     file = path / layout.MANIFEST_FILE
     try:
-        size = file.stat().st_size
-        if size > layout.MAX_MANIFEST_BYTES:
-            problem = Problem(f"{file} of {size} bytes", f"at most {layout.MAX_MANIFEST_BYTES}")
-            raise DataError(problem, where=str(path))
-        content = file.read_bytes()
+        content = read_bounded(file, max_bytes=layout.MAX_MANIFEST_BYTES)
+    except DecodeError as error:
+        problem = Problem(f"{file}: {error}", "the manifest of a pack", "the pack from its origin, or packed again")
+        raise DataError(problem, where=str(path)) from error
     except OSError as error:
         packing = path.with_name(path.name + ".part")
         if not path.exists() and packing.is_dir():

@@ -20,7 +20,13 @@ from fourfold.words.errors import DataError, Problem
 
 NPY_MAGIC = b"\x93NUMPY"
 NUMBERS = (bool, int, float)
-TYPES = (*NUMBERS, str, bytes, list)
+
+
+class Npy(bytes):
+    """The type of a value that is the content of a .npy file, for messages too; the value itself is bytes."""
+
+
+TYPES = (*NUMBERS, str, bytes, Npy, list)
 
 
 class ArrayForm:
@@ -106,6 +112,8 @@ class Columns:
 
     def _value(self, name: str, value: Any) -> Any:
         form, kind = self._arrays.get(name), _type(value)
+        if form is not None and kind is Npy:  # numbers that begin like one
+            kind = bytes
         usual = bytes if form is not None else self._types.get(name, kind)
         if usual is float and kind is int and int(float(value)) == value:  # SQLite's 1, where others are 0.5
             value, kind = float(value), float
@@ -115,13 +123,13 @@ class Columns:
             raise ValueError(f"{name} is {got}, not {need}; the query can convert it, or leave such rows out")
         if kind is list:
             return _number_array(value, name)
-        if kind is not bytes:
+        if kind not in (bytes, Npy):
             return value
         if form is not None:
             if len(value) != form.num_bytes:
                 raise ValueError(f"{name} has {len(value)} bytes, not {form.num_bytes}, for {form}")
             return np.frombuffer(bytearray(value), form.dtype).reshape(form.shape)
-        if not value.startswith(NPY_MAGIC):
+        if kind is bytes:
             return np.frombuffer(bytearray(value), np.uint8)
         try:
             return parse_npy(value)
@@ -131,6 +139,8 @@ class Columns:
 
 def _type(value: Any) -> type:
     """The one of TYPES that a value is of, or its own: databases have subclasses of them."""
+    if isinstance(value, bytes) and value.startswith(NPY_MAGIC):
+        return Npy
     return next((each for each in TYPES if isinstance(value, each)), type(value))
 
 
