@@ -61,10 +61,22 @@ def _become_rank(arguments: Sequence[str], env: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def ranks_started_by(start_rank: RankStarter) -> Iterator[None]:
-    """Within: torch's agent starts its processes in this way."""
+    """Within: torch's agent starts its processes in this way.
+
+    At the end those that still run are killed: a signal between two starts leaves ranks that the agent does not know.
+    """
+    started = list[Any]()
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(start_rank(*args, **options))
+        return started[-1]
+
     before = api.get_subprocess_handler  # pyright: ignore[reportPrivateImportUsage]
-    api.get_subprocess_handler = start_rank  # pyright: ignore[reportPrivateImportUsage]
+    api.get_subprocess_handler = start  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     finally:
         api.get_subprocess_handler = before  # pyright: ignore[reportPrivateImportUsage]
+        for rank in started:
+            rank.proc.kill()
+            rank.proc.wait()
