@@ -69,12 +69,11 @@ def fork(main: Callable[[], Any], *, keep: Collection[int] = (), new_session: bo
     reader, writer = os.pipe()
     # A signal that came before the copy has its own handlers would run this process's.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    copy: ForkedProcess | None = None
+    pid = 0
     try:
         pid = os.fork()
         if pid == 0:
             _run(main, before, keep, new_session=new_session)
-        copy = ForkedProcess(pid)
         os.close(writer)
         os.read(reader, 1)  # nothing, when the copy has closed its end
     finally:
@@ -82,10 +81,10 @@ def fork(main: Callable[[], Any], *, keep: Collection[int] = (), new_session: bo
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except BaseException:  # a handler's, for a signal that came meanwhile: nobody else knows of the copy
-            if copy is not None:
-                copy.kill()
+            if pid:
+                ForkedProcess(pid).kill()
             raise
-    return copy
+    return ForkedProcess(pid)
 
 
 def _run(main: Callable[[], Any], signal_mask: Iterable[int], keep: Collection[int], *, new_session: bool) -> NoReturn:
