@@ -60,7 +60,10 @@ def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():
     assert [closest_match(word, known) for word in words] == [
         *("steps", "batch_size", "lr", "lr", "lr_warmup", "microbatches", "weight_decay")
     ]
+    mistyped = ["lerning_rate", "max_step", "batchsizes", "gradient_acumulation_steps"]
+    assert [closest_match(word, known) for word in mistyped] == ["lr", "steps", "batch_size", "microbatches"]
     assert closest_match("learning_rate", ["steps"]) is None
+    assert closest_match("lerning_rate", ["steps"]) is None
 
 
 def test_words_whose_values_are_others_here_are_answered_by_values_that_can_be_given():

@@ -230,6 +230,23 @@ def test_a_traceback_is_cut_to_the_users_lines() -> None:
     assert "_pytree.py" not in text
 
 
+def test_a_long_message_is_cut_in_its_middle_and_a_deep_recursion_in_its_frames() -> None:
+    text = format_error(raised("raise ValueError('begin' + 'x' * 2_000_000 + 'end')"))
+    assert len(text) < 2500
+    assert "ValueError: beginx" in text
+    assert " … 1,998,021 characters left out … " in text
+    assert text.endswith("xend\n")
+
+    import torch
+
+    code = "def forward(x):\n    return tree.tree_map(forward, [x])\nforward(1)"
+    lines = format_error(raised(code, tree=torch.utils._pytree)).splitlines()  # type: ignore[attr-defined]
+    assert len(lines) < 50
+    assert any(re.fullmatch(r"  … \d\d+ more frames of your code", line) for line in lines)
+    assert '  File "user.py", line 3, in <module>' in lines
+    assert lines[-1].startswith("RecursionError")
+
+
 def test_full_tracebacks_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

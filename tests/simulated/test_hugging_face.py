@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import fourfold as ff
 from fourfold.parts.comm import init
+from fourfold.step.batch import num_tokens
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.simulated.test_transformers import KeepFloat64, made
@@ -74,6 +75,16 @@ def train_alone(kind: str) -> oracle.TrainingResult:
         scheduler.step()
         losses.append(loss.item())
     return oracle.TrainingResult(losses, [], {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def test_the_tokens_of_a_batch_are_counted_by_ids_embeddings_or_labels():
+    ids, embeddings, images = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 8), torch.zeros(2, 3, 4, 4)
+    assert num_tokens({"input_ids": ids, "labels": ids[:, :2]}) == 6
+    assert num_tokens({"inputs_embeds": embeddings, "attention_mask": ids}) == 6
+    assert num_tokens({"inputs_embeds": embeddings[:, None].expand(2, 4, 3, 8), "labels": ids[:, 0]}) == 24
+    assert num_tokens({"input_features": embeddings, "labels": ids}) == 6
+    for labels in (ids[:, 0], torch.zeros(2, 3), images.long()):  # of samples, of classes, of pixels
+        assert num_tokens({"pixel_values": images, "labels": labels}) == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])

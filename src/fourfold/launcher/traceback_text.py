@@ -10,10 +10,12 @@ import os
 import traceback
 
 from fourfold.words.error_notes import frame_owner, has_note, user_frame
-from fourfold.words.errors import FourfoldError
+from fourfold.words.errors import FourfoldError, shortened
 from fourfold.words.terminal_text import escape_controls, terminal_width
 
 INTERNAL = ("fourfold", "torch", "Python")
+MAX_MESSAGE = 2000  # characters; less than `MAX_TEXT`, so that a problem has room for it and the user's lines
+MAX_FRAMES = 30  # shown; a model that calls itself has a thousand
 FULL_HINT = "  FOURFOLD_TRACEBACK=full shows every frame"
 
 
@@ -26,15 +28,16 @@ def user_line(error: BaseException) -> str:
 def format_error(error: BaseException) -> str:
     """The text of an error: a FourfoldError's message, or another error's traceback cut to the user's lines.
 
-    With FOURFOLD_TRACEBACK=full in the environment, every frame of either.
+    With FOURFOLD_TRACEBACK=full in the environment, every frame of either, and all of its message.
     """
     full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
     if isinstance(error, FourfoldError) and not full:
         return error.full_message(terminal_width())
     report = traceback.TracebackException.from_exception(error)
-    if not full:
-        _elide_frames(report)
-    return escape_controls("".join(report.format()))
+    if full:
+        return escape_controls("".join(report.format()))
+    _elide_frames(report)
+    return escape_controls("".join(shortened(part, MAX_MESSAGE) for part in report.format()))
 
 
 class _ElidedStack(traceback.StackSummary):
@@ -74,4 +77,8 @@ def _elide_frames(report: traceback.TracebackException) -> None:
         skipped.clear()
         if frame is not None:
             frames.append(frame)
+    if middle := frames[MAX_FRAMES // 2 : -MAX_FRAMES // 2]:
+        count = sum(frame.filename != _ELIDED for frame in middle)
+        more = traceback.FrameSummary(_ELIDED, 0, f"{count} more frames of your code")
+        frames[MAX_FRAMES // 2 : -MAX_FRAMES // 2] = [more]
     report.stack = frames

@@ -146,9 +146,20 @@ def shorten(batch: Any, num_kept: int) -> Any:
 
 
 def num_tokens(inputs: Any) -> int:
-    """The number of tokens, padding included, if the inputs are a dict with one of TOKEN_KEYS; else 0."""
-    named = inputs if isinstance(inputs, dict) else {}
-    return next((named[name].numel() for name in TOKEN_KEYS if isinstance(named.get(name), Tensor)), 0)
+    """The number of tokens, padding included, if the inputs are a dict that shows it; else 0.
+
+    Ids and positions have an element for each token, embeddings a last dim of features. A model that hears or sees has
+    tokens only in its labels: integers of two dims.
+    """
+    given = inputs.items() if isinstance(inputs, dict) else ()
+    named = {name: each for name, each in given if isinstance(each, Tensor)}
+    for name in TOKEN_KEYS:
+        if name in named:
+            return named[name].numel()
+    if "inputs_embeds" in named:
+        return named["inputs_embeds"].shape[:-1].numel()
+    labels = named.get("labels")
+    return labels.numel() if labels is not None and labels.dim() == 2 and not labels.is_floating_point() else 0
 
 
 def find_positions(inputs: Any) -> Any:

@@ -207,11 +207,11 @@ def format_problems(problems: Sequence[Problem], *, where: str = "", width: int 
     If a row is longer than `width`, got, need and try stand below one another. `str` of an error gives none: logs and
     notebooks have the same text on every machine; who prints for a terminal gives its width.
     """
-    problems = [Problem(*map(escape_controls, map(_shortened, problem))) for problem in problems]
+    problems = [Problem(*map(escape_controls, map(shortened, problem))) for problem in problems]
     if len(problems) == 1 and not where and not problems[0].need and not problems[0].attempt:
         return problems[0].got
     head = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-    location = f" in {escape_controls(_shortened(where))}" if where else ""
+    location = f" in {escape_controls(shortened(where))}" if where else ""
     rows = [(p.got, f"need {p.need}" if p.need else "", f"try {p.attempt}" if p.attempt else "") for p in problems]
     lines = align_columns(rows, "<<<", gap="   ")
     if width is not None and max(map(len, lines)) + 2 > width:
@@ -219,9 +219,12 @@ def format_problems(problems: Sequence[Problem], *, where: str = "", width: int 
     return "\n".join([f"{head}{location}", *("  " + line for line in lines)])
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str, limit: int = MAX_TEXT) -> str:
     """The text, or of one that is very long, such as a name in a forged file, its beginning and its end."""
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
+    left_out = len(text) - limit
+    if left_out <= 0:
+        return text
+    return f"{text[: limit // 2]} … {left_out:,} characters left out … {text[-limit // 2 :]}"
 
 
 def _stacked_lines(problems: Sequence[Problem]) -> Iterator[str]:
@@ -239,11 +242,16 @@ def os_error_text(error: OSError) -> str:
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
     """The choice that a mistyped word, in any letter case, or another framework's word most likely means, or None."""
     by_plain = {choice.lower().replace("-", "_"): choice for choice in choices}
+    ours = {
+        other: next((each for each in words.split() if each in by_plain), None) for other, words in SYNONYMS.items()
+    }
+    known = {other: by_plain[each] for other, each in ours.items() if each} | by_plain
     plain = word.lower().replace("-", "_")
-    meant = [each for each in SYNONYMS.get(plain, "").split() if each in by_plain]
     longer = [each for each in by_plain if each.endswith(f"_{plain}")]  # h100: dgx-h100, and not v100
-    close = meant or longer or difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.6)
-    return by_plain[close[0]] if close else None
+    near = functools.partial(difflib.get_close_matches, plain, n=1)
+    # Of the words of others only what is very near: batchsize is like tp_size.
+    close = [plain] if plain in known else longer or near(list(known), cutoff=0.8) or near(list(by_plain), cutoff=0.6)
+    return known[close[0]] if close else None
 
 
 def place_of_setting(word: str, settings: Iterable[str]) -> str | None:
