@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ def test_a_copy_is_killed_if_a_signal_ends_the_fork(monkeypatch: pytest.MonkeyPa
     def fork_and_signal() -> int:
         if pid := os_fork():
             copies.append(pid)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         return pid
 
     before = signal.signal(signal.SIGUSR1, _raise)

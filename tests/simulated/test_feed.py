@@ -270,4 +270,4 @@ def test_verify_supports_random_samples():
     verdict = verify(task, ff.Plan(microbatches=5))
     assert verdict is not None
     assert verdict.max_deviation < 1e-12
-    assert not verdict.has_randomness
+    assert not verdict.randomness

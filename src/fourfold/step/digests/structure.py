@@ -68,7 +68,7 @@ def _tensor_text(tensor: Tensor, shape: Callable[[Tensor], Any]) -> str:
 
 
 def _is_of_a_rank(name: str) -> bool:
-    return not RANK_WORDS.isdisjoint(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
+    return not RANK_WORDS.isdisjoint(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
 
 
 def _class_name(kind: type) -> str:

@@ -59,14 +59,14 @@ class LossComparison(NamedTuple):
             return None
         sizes, together = " and ".join(map(str, self.part_sizes)), f"{sum(self.part_sizes)} samples together"
         full, parts = _format_distinct(self.full_mean, self.parts_mean)
-        kind = "unreduced loss values with a mean" if self.is_unreduced else "a scalar loss"
+        kind = "unreduced loss values with a mean of" if self.is_unreduced else "a scalar loss of"
         if self.mixes_outputs and (self.is_unreduced or self.is_torch_mean):
-            got = f"a model whose outputs for a sample change with the other samples: {kind} of {full} for {together},"
+            got = f"a model whose outputs for a sample change with the other samples: {kind} {full} for {together},"
             got += f" but {parts} for the same samples in parts of {sizes}"
             need = "a model in which samples do not see each other: the batch is split into parts"
             attempt = "GroupNorm or LayerNorm instead of batch statistics, attention within a sample; or dp = 1 and"
             return Problem(got, need, f"{attempt} microbatches = 1")
-        got = f"{kind} of {full} for {together}, but {parts} for the same samples in parts of {sizes}{self.change}"
+        got = f"{kind} {full} for {together}, but {parts} for the same samples in parts of {sizes}{self.change}"
         if self.is_unreduced:
             need = "values that depend on their own sample alone: the batch is split into parts"
             return Problem(got, need, "return (values.sum(), len(values)), which trains each part by itself")
