@@ -16,10 +16,10 @@ MAX_NAMES = 3  # names in a message
 _MemoryFormat = tuple[object, ...]
 
 
-def shape_and_strides(parameter: Tensor) -> list[int] | str:
-    """The shape; with the strides if it is not contiguous, because ranks add gradients in memory order."""
-    like = torch.empty_like(parameter, device="meta")
-    if like.is_contiguous():
+def shape_and_strides(tensor: Tensor) -> list[int] | str:
+    """The shape; of a trained one with its strides if it is not contiguous: ranks add gradients in memory order."""
+    like = torch.empty_like(tensor, device="meta")
+    if not tensor.requires_grad or like.is_contiguous():
         return list(like.shape)
     strides = [stride for size, stride in zip(like.shape, like.stride(), strict=True) if size > 1]
     return f"{list(like.shape)}, strides {strides}"
