@@ -136,7 +136,7 @@ def test_a_rank_whose_step_fails_leaves() -> None:
         with pytest.raises(ValueError, match="of the model"):
             step(batches(Case())[0])
         for call in (step, step.evaluate):
-            with pytest.raises(TrainingError, match="where an earlier step ended with ValueError"):
+            with pytest.raises(TrainingError, match="after one that ended with ValueError"):
                 call(batches(Case())[0])
         return left
 

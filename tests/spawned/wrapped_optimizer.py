@@ -84,7 +84,8 @@ def adds_up() -> float:
     """Two backwards without zero_grad in between leave the sum of both means in `.grad`."""
     case, size = Case(), dist.get_world_size()
     loss, model, reference = cases.loss(case), cases.model("mlp"), cases.model("mlp")
-    ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
+    optimizer = ff.DistributedOptimizer(sgd(model.parameters()), model, ff.Plan(dp=size))
+    optimizer.zero_grad()
     for batch in cases.batches(case)[:2]:
         loss(reference(batch[0]), batch[1]).mean().backward()
         x, y = cases.local_batch(batch, size, dist.get_rank())

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MAX_DEPTH = 64  # Fourfold's own files have five levels
+CHUNK_BYTES = 2**20
 MAX_SMALL_BYTES = 2**20  # for plans, settings of a run, error reports of a rank: files of a few KiB
 MAX_TOML_CHARS = 2**16
 # tomllib needs memory quadratic in the number of parts of a dotted key, which is one line: 100,000 parts took 24 GiB.
@@ -64,11 +65,13 @@ def from_toml(text: str) -> dict[str, Any]:
 def read_bounded(path: Path, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
     """Read a file that should be small. Raises OSError, and DecodeError if it has more than `max_bytes` bytes."""
     check_not_pipe(path)
+    text = bytearray()
     with path.open("rb") as file:
-        text = file.read(max_bytes + 1)
-    if len(text) > max_bytes:
-        raise DecodeError(f"more than {max_bytes} bytes")
-    return text
+        while part := file.read(CHUNK_BYTES):  # of one read, memory for all that it may return would be taken
+            text += part
+            if len(text) > max_bytes:
+                raise DecodeError(f"more than {max_bytes} bytes")
+    return bytes(text)
 
 
 def check_not_pipe(path: Path) -> None:

@@ -47,7 +47,7 @@ class Executor:
 
     def evaluate(self, program: Iterable[Action], step: StepState) -> None:
         """Forwards and measures, without updates. Raises TrainingError after an error inside a step."""
-        self._check_usable("an evaluation")
+        self._check_usable("a step")
         _walk(program, step, EVALUATION)
 
     def infer(self, program: Iterable[Action], step: StepState) -> None:
@@ -56,7 +56,7 @@ class Executor:
 
     def _check_usable(self, call: str) -> None:
         if self._error is not None:
-            got = f"{call} where an earlier step ended with {type(self._error).__name__}"
+            got = f"{call} after one that ended with {type(self._error).__name__}"
             raise TrainingError(Problem(got, "a new TrainStep")) from self._error
 
     def _begin(self, step: StepState) -> None:
