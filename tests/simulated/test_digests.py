@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,3 +285,16 @@ def test_items_are_the_same_in_every_process():
     assert first == second
     assert not any("0x" in text for _, text in first)
     assert function_items(squares) != function_items(halves)
+
+
+def test_private_attributes_of_a_configuration_and_the_order_of_its_attributes_are_not_compared():
+    def model(**fields: object) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.config = SimpleNamespace(**fields)
+        return model
+
+    def items(**fields: object) -> list[tuple[str, str]]:
+        return list(model_items(model(**fields), lambda tensor: list(tensor.shape)))
+
+    assert items(width=2, bias=True, _hash=1) == items(bias=True, width=2, _hash=2)
+    assert items(width=2) != items(width=3)

@@ -116,7 +116,8 @@ def _plain_text(value: Any, depth: int) -> str | None:
         return _container("", sorted(str(_plain_text(each, depth - 1)) for each in value), depth)
     name = _class_name(type(value))
     if not isinstance(value, nn.Module) and (dataclasses.is_dataclass(value) or name.endswith(_CONFIGURATIONS)):
-        return _mapping(name, vars(value) if hasattr(value, "__dict__") else {}, depth)
+        public = {key: each for key, each in sorted(getattr(value, "__dict__", {}).items()) if key[:1] != "_"}
+        return _mapping(name, public, depth)
     return name
 
 
