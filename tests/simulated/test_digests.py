@@ -290,7 +290,7 @@ def test_items_are_the_same_in_every_process():
 def test_private_attributes_of_a_configuration_and_the_order_of_its_attributes_are_not_compared():
     def model(**fields: object) -> nn.Module:
         model = nn.Linear(2, 2)
-        model.config = SimpleNamespace(**fields)
+        vars(model)["config"] = SimpleNamespace(**fields)
         return model
 
     def items(**fields: object) -> list[tuple[str, str]]:
