@@ -278,7 +278,7 @@ def test_a_dry_run_does_not_change_inputs_that_forward_writes():
 def test_a_batch_is_shortened_to_the_tokens_that_have_most_targets() -> None:
     ids, labels = torch.arange(40).view(2, 20), torch.full((2, 20), -100)
     labels[:, 13:18] = 1
-    inputs = {"input_ids": ids, "mask": torch.ones(2, 20, 20), "length": torch.tensor([20, 20])}
+    inputs = {"input_ids": ids, "mask": torch.ones(2, 20, 20).bool(), "length": torch.tensor([20, 20])}
     short, targets = shorten((inputs, labels), 5)
     assert short["input_ids"].equal(ids[:, 13:18])
     assert targets.equal(labels[:, 13:18])

@@ -144,19 +144,19 @@ def test_random_numbers_of_the_model_are_named_and_are_no_difference(script):
 
 
 def test_a_script_without_a_step_is_not_shown_to_be_right():
-    verifier = ScriptVerifier("script.py")
+    verifier = ScriptVerifier("script.py", steps=10)
     with verifier.watching():
         pass
     assert [each.got for each in verifier.result.problems] == ["no step"]
 
 
 def test_a_script_that_compresses_gradients_is_told_what_verifies_it():
-    with pytest.raises(PlanError, match=r"try ff\.verify\(model"), ScriptVerifier("script.py").watching():
+    with pytest.raises(PlanError, match=r"try ff\.verify\(model"), ScriptVerifier("script.py", steps=10).watching():
         ff.parallelize(nn.Linear(2, 2), F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ff.Plan(codec="topk"))
 
 
 def test_watching_puts_everything_back():
     before = ff.parallelize, ff.TrainStep.__call__, ff.DistributedOptimizer.__init__
-    with ScriptVerifier("script.py").watching():
+    with ScriptVerifier("script.py", steps=10).watching():
         assert ff.parallelize is not before[0]
     assert (ff.parallelize, ff.TrainStep.__call__, ff.DistributedOptimizer.__init__) == before

@@ -176,6 +176,16 @@ def test_a_wrapped_optimizer_keeps_the_gradients_of_earlier_backwards(world):
         assert gradients == {"always": 1.5, "earlier": 1.5, "never": None}
 
 
+@pytest.mark.parametrize(
+    "plan", [{"dp": 2, "transport": "shared"}, {"dp": 2, "transport": "gloo"}, {"pp": 2, "microbatches": 2}]
+)
+def test_a_rank_whose_step_fails_is_not_waited_for_though_its_process_goes_on(world, plan, tmp_path):
+    first, second = world(2).run(f"{CASES}:goes_on_after_an_error", plan=plan, folder=str(tmp_path))
+    assert "rank 1" in first
+    assert "ended its step with an error while rank 0 waited for it" in first
+    assert second == "the loss of rank 1"
+
+
 def test_the_death_of_a_rank_is_reported():
     # A world of its own: this one ends.
     with pytest.raises(CaseFailed, match=r"noticed in \d s: rank 1 \(host .*\) died"):

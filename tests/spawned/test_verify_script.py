@@ -31,7 +31,7 @@ def test_a_script_is_verified_on_processes_with_the_exit_code(tmp_path):
         for words in ([], ["--", "broken"])
     )
     assert good.returncode == 0, good.stderr
-    assert "script.py on dp 2, compared with one device: 3 steps in float32, beside float64" in good.stdout
+    assert "script.py on dp 2, compared with one device: 3 steps in float32, against float64" in good.stdout
     assert good.stdout.endswith("the plan trains as one device does\n")
     assert bad.returncode == 1
     assert "the weight of weight deviates by" in bad.stderr

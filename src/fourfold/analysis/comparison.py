@@ -1,4 +1,4 @@
-"""Comparison: what a mesh trained beside what one device trained, number by number, and the text of the outcome.
+"""Comparison: the training of a mesh against that of one device, number by number, and the report.
 
 kind     what is compared; an "unsaved buffer" is in no state dict: a cache, on which training may depend or not
 want     the one device's, in float64; `rounded`: the same training of one device with the precision under test

@@ -1,4 +1,4 @@
-"""Descent: the gradients that a plan applies which compresses or rounds them on their way.
+"""Descent: the gradients applied by a plan that compresses or rounds them in transit.
 
 descent  plain gradient descent in float64, whose change of the weights is what was applied
 Law: with what error feedback holds back, it is one device's gradient at the same weights; without error feedback it

@@ -112,7 +112,7 @@ class OneDevice:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Within, the model computes; what it draws is noted, and drawn again by whoever comes next."""
+        """Within, the model may be called. Random draws are noted; the generators are restored at the end."""
         device = next(self.model.parameters()).device
         mode = Float64Mode() if self.is_exact else contextlib.nullcontext()
         with (
@@ -134,8 +134,7 @@ class OneDevice:
         return training_state(self.model, self.optimizer)
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for own, given in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update({k: v for k, v in given.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)})
+        _set_options(self.optimizer, groups)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over weights by name; buffers stay."""
@@ -171,11 +170,15 @@ class OneRank:
         return mesh_state(self._step, self._step.state_dict())
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for own, given in zip(self._step.optimizer.param_groups, groups, strict=True):
-            own.update({k: v for k, v in given.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)})
+        _set_options(self._step.optimizer, groups)
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._step.load_state_dict(state)
+
+
+def _set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own.update({k: v for k, v in given.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)})
 
 
 def run_step(step: Callable[[Any], Any], batch: Any) -> float:
@@ -214,7 +217,7 @@ def script_precision(model: nn.Module, compute: str | None = None) -> tuple[str,
 
 
 def buffers_by_kind(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The buffers, those that a state dict has apart from the others."""
+    """The buffers: those that a state dict has, and the others."""
     saved = model.state_dict(keep_vars=True).keys()
     named = {name: buffer.detach() for name, buffer in model.named_buffers()}
     return {

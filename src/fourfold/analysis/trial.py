@@ -141,8 +141,8 @@ def title(name: str, plan: Plan, num_steps: int, *, precision: str = "") -> str:
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     steps = f"{num_steps} step{'s' if num_steps > 1 else ''}"
     precision = precision or ("float64" if plan.precision == "keep" else plan.precision)
-    beside = "" if precision == "float64" else ", beside float64"
-    return f"{name} on {axes or 'one rank'}, compared with one device: {steps} in {precision}{beside}"
+    other = "" if precision == "float64" else ", against float64"
+    return f"{name} on {axes or 'one rank'}, compared with one device: {steps} in {precision}{other}"
 
 
 def rounding_bound(precision: str) -> str:

@@ -1,7 +1,7 @@
-"""Verify: the training of a plan, step by step beside that of one device, on the same model, loss and batches.
+"""Verify: the training of a plan, compared step by step with that of one device: same model, loss and batches.
 
 exact      both in float64, without dropout; a probe (one step of plain gradient descent at rate 1) shows the gradient
-precision  the plan's own, beside float64: what this precision does to one device bounds what it may do to the mesh
+precision  the plan's own, compared with float64: the bound is from what it does to one device
 descent    of a plan that compresses or rounds gradients: plain gradient descent, whose steps show what was applied;
            with what error feedback holds back it is compared with one device's gradient at the same weights
 Law: a plan whose training must equal one device's is compared number by number; any other is refused with the reason.

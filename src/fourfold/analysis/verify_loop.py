@@ -1,9 +1,9 @@
 """Verify a loop: one with `ff.DistributedOptimizer`, whose loss only the loop itself knows.
 
 call        one forward of the model in a step: what it got, what came out, and the gradient of that in the loop
-taken over  what one device does not compute by itself: the gradients at the outputs, which the loop's losses give, and
+taken over  what one device does not compute: the gradients at the outputs, which the loop's losses give, and
             what the loop does to gradients between backward and step, such as clipping
-Law: one device computes forward, backward and update by itself, on what all ranks got, end to end.
+Law: one device computes forward, backward and update by itself, on the concatenated inputs of all ranks.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def _named_outputs(calls: Sequence[Sequence[Sequence[Tensor]]]) -> dict[str, Ten
     }
 
 
-# ---- the ranks' batches, end to end -----------------------------------------------------------------------
+# ---- the ranks' batches, concatenated ---------------------------------------------------------------------
 
 
 def merged(of_ranks: Sequence[Call]) -> list[Call]:
@@ -218,7 +218,7 @@ def _has_samples(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _together(leaves: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Samples end to end; what is one for the whole batch, such as a loss, as a sum."""
+    """Outputs by sample concatenated; one of the whole batch, such as a loss, summed."""
     return torch.cat(list(leaves)) if _has_samples(leaves, sizes) else torch.stack(list(leaves)).sum(0)
 
 

@@ -1,8 +1,8 @@
-"""Verify a script: the user's own loop, as it is, on the ranks of a launcher, step by step beside one device.
+"""Verify a script: the user's loop, unchanged, on the ranks of a launcher, compared step by step with one device.
 
 recorded    what `step(batch)` of `ff.parallelize` got on each rank; of a loop with `ff.DistributedOptimizer` see
             `verify_loop`
-one device  trains on the ranks' batches, end to end, from the same weights, with the same optimizer and its options
+one device  trains on the ranks' batches, concatenated, from the same weights, with the same optimizer and its options
 rounded     the same in the dtype of the script, which says how far that is from float64
 Law: the script sees what it would see without this; after some steps it ends.
 """
@@ -40,17 +40,15 @@ from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import PlanError, Problem
 
-STEPS = 10
-
 
 class Enough(BaseException):
-    """The steps that are to be compared have been made: the script ends."""
+    """All steps have been compared: the script ends."""
 
 
 class ScriptVerifier:
     """Watches the first step, or the first wrapped optimizer, that a script makes. `result`: on rank 0."""
 
-    def __init__(self, name: str, *, steps: int = STEPS) -> None:
+    def __init__(self, name: str, *, steps: int) -> None:
         self._name, self._steps, self._num_trials = name, steps, 0
         self._trial: StepTrial | LoopTrial | None = None
         self.result = VerifyResult(name)

@@ -52,7 +52,7 @@ def task_names(file: Path) -> list[str]:
 
 
 def is_script(word: str) -> bool:
-    """Whether a word names a file with a program of its own, in which there is no task."""
+    """Whether a word names a Python file that is a program, not a task."""
     file = Path(word)
     if file.suffix != ".py" or not file.is_file():
         return False

@@ -125,7 +125,7 @@ def shorten(batch: Any, num_kept: int) -> Any:
     Tokens are dim 1 of one of TOKEN_KEYS of the inputs, or of inputs [N, L] of integers.
     """
     inputs, targets = unpack_batch(batch)
-    named = inputs if isinstance(inputs, Mapping) else {TOKEN_KEYS[0]: inputs}
+    named = inputs if isinstance(inputs, Mapping) else {"tokens": inputs}
     tokens = next((named[key] for key in TOKEN_KEYS if isinstance(named.get(key), Tensor)), None)
     if tokens is None or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] <= num_kept:
         return None
@@ -140,7 +140,7 @@ def shorten(batch: Any, num_kept: int) -> Any:
         if not has_token_dim(tensor, length):
             return tensor
         kept = tensor[:, start : start + num_kept]
-        return kept[:, :, start : start + num_kept] if tensor.shape[2:3] == (length,) else kept
+        return kept[:, :, start : start + num_kept] if is_square_mask(tensor) else kept
 
     return tree_map((inputs, targets), window)
 
@@ -172,6 +172,13 @@ def find_positions(inputs: Any) -> Any:
 def has_token_dim(tensor: Tensor, length: int) -> bool:
     """Whether dim 1 of a tensor counts `length` tokens."""
     return tensor.dim() >= 2 and tensor.shape[1] == length
+
+
+def is_square_mask(tensor: Tensor) -> bool:
+    """Whether a token tensor is a mask [B, L, L] and not L features: an additive mask is never positive."""
+    if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
+        return False
+    return tensor.dtype == torch.bool or (tensor.is_floating_point() and not bool((tensor > 0).any()))
 
 
 def input_names(inputs: Any) -> str:

@@ -36,7 +36,7 @@ class Executor:
 
         After an error inside a step, ranks may have reduced different buckets: later calls raise TrainingError.
         """
-        self._check_usable("a step")
+        self._check_usable()
         try:
             self._begin(step)
             self.busy_seconds = _walk(program, step, self._timing.verbs)
@@ -47,16 +47,16 @@ class Executor:
 
     def evaluate(self, program: Iterable[Action], step: StepState) -> None:
         """Forwards and measures, without updates. Raises TrainingError after an error inside a step."""
-        self._check_usable("a step")
+        self._check_usable()
         _walk(program, step, EVALUATION)
 
     def infer(self, program: Iterable[Action], step: StepState) -> None:
         """Forwards only. Not collective."""
         _walk(program, step, INFERENCE)
 
-    def _check_usable(self, call: str) -> None:
+    def _check_usable(self) -> None:
         if self._error is not None:
-            got = f"{call} after one that ended with {type(self._error).__name__}"
+            got = f"a step after one that ended with {type(self._error).__name__}"
             raise TrainingError(Problem(got, "a new TrainStep")) from self._error
 
     def _begin(self, step: StepState) -> None:

@@ -168,12 +168,14 @@ class Communicator:
 
     def _find_gone(self) -> str:
         """Which ranks of this host have died, or else have left, in words; empty: none."""
-        dead = [rank for rank in range(self.size) if self.is_peer_dead(rank)]
-        left = [rank for rank in range(self.size) if rank != self.rank and not dead]
-        left = [rank for rank in left if any(peer.has_left() for peer in self._on_this_host(rank))]
-        processes = [(self.ranks[rank], self._processes[self.ranks[rank]]) for rank in dead or left]
-        who = " and ".join(f"rank {rank} (host {process.hostname})" for rank, process in processes)
-        return who and f"{who} {'died' if dead else 'ended its step with an error'}"
+        others = [(self.ranks[rank], peer) for rank in range(self.size) for peer in self._on_this_host(rank)]
+        for what, gone in (
+            ("died", [each for each in others if not is_alive(each[1].pid, each[1].start_ticks)]),
+            ("ended its step with an error", [each for each in others if each[1].has_left()]),
+        ):
+            if gone := [(rank, peer) for rank, peer in gone if rank != self.global_rank]:
+                return f"{' and '.join(f'rank {rank} (host {peer.hostname})' for rank, peer in gone)} {what}"
+        return ""
 
     @contextlib.contextmanager
     def report_dead_peers(self) -> Iterator[None]:

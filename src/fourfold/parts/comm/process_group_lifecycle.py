@@ -69,7 +69,7 @@ class ProcessGroupRegistry:
         return list(self._groups.values())
 
     def abandon(self) -> None:
-        """End all groups, so that whoever waits in one gets an error. Not collective."""
+        """End all groups: ranks that wait in one get an error. Not collective."""
         if self._groups and dist.get_backend() == "gloo":
             _orphan(os.getpid(), self._groups)
             self._groups.clear()

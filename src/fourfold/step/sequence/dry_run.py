@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.step.batch import POSITION_KEYS, has_token_dim
+from fourfold.step.batch import POSITION_KEYS, has_token_dim, is_square_mask
 from fourfold.step.dry_run.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
@@ -210,13 +210,6 @@ def truncate_batch(tree: Any, *, length: int, num_tokens: int, num_samples: int)
         if not has_token_dim(tensor, length):
             return first_samples
         tokens = first_samples[:, positions.to(tensor.device)]
-        return tokens[:, :, positions.to(tensor.device)] if _is_square_mask(tensor) else tokens
+        return tokens[:, :, positions.to(tensor.device)] if is_square_mask(tensor) else tokens
 
     return tree_map(tree, first)
-
-
-def _is_square_mask(tensor: Tensor) -> bool:
-    """Whether a token tensor is a mask [B, L, L] and not L features: an additive mask is never positive."""
-    if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2]:
-        return False
-    return tensor.dtype == torch.bool or (tensor.is_floating_point() and not bool((tensor > 0).any()))

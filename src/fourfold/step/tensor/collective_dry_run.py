@@ -14,11 +14,10 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import is_compiled_function
-from fourfold.step.batch import TOKEN_KEYS, has_token_dim, num_samples, unpack_batch
+from fourfold.step.batch import num_samples, shorten, unpack_batch
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
 from fourfold.step.dry_run.grad_hook_check import treats_parts_alike
 from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
-from fourfold.step.sequence.dry_run import truncate_batch
 from fourfold.step.sequence.transformers import install_attention
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
 from fourfold.step.tensor.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
@@ -182,11 +181,7 @@ def drawn_bytes(axis: TensorAxis) -> tuple[int, int]:
 
 
 def _first_samples(batch: tuple[Any, Any]) -> list[Any]:
-    """The first samples of a batch: their first tokens, where they have more, then all of them."""
+    """The first samples of a batch: a few of their tokens, where they have more, then all of them."""
     few = tree_map(batch, lambda tensor: tensor[:DRY_RUN_SAMPLES])
-    inputs = few[0]
-    tokens = next((inputs[key] for key in TOKEN_KEYS if key in inputs), None) if isinstance(inputs, Mapping) else None
-    if tokens is None or not has_token_dim(tokens, tokens.shape[-1]) or tokens.shape[1] <= DRY_RUN_TOKENS:
-        return [few]
-    length = tokens.shape[1]
-    return [truncate_batch(few, length=length, num_tokens=DRY_RUN_TOKENS, num_samples=DRY_RUN_SAMPLES), few]
+    short = shorten(few, DRY_RUN_TOKENS)
+    return [few] if short is None else [short, few]
