@@ -180,7 +180,9 @@ def test_a_wrapped_optimizer_keeps_the_gradients_of_earlier_backwards(world):
     "plan", [{"dp": 2, "transport": "shared"}, {"dp": 2, "transport": "gloo"}, {"pp": 2, "microbatches": 2}]
 )
 def test_a_rank_whose_step_fails_is_not_waited_for_though_its_process_goes_on(world, plan, tmp_path):
-    first, second = world(2).run(f"{CASES}:goes_on_after_an_error", plan=plan, folder=str(tmp_path))
+    first, second = world(2).run(
+        f"{CASES}:goes_on_after_an_error", plan=plan, folder=str(tmp_path), time_limit_seconds=40.0
+    )
     assert "rank 1" in first
     assert "ended its step with an error while rank 0 waited for it" in first
     assert second == "the loss of rank 1"
