@@ -15,6 +15,8 @@ from fourfold.environment.processes import process_id, this_process
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
+from fourfold.parts.comm.meter import CommMeter
+from fourfold.parts.comm.polling import wait_until
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError, TrainingError
 from fourfold.words.mesh import Mesh
@@ -141,3 +143,15 @@ def test_a_rank_whose_step_fails_leaves() -> None:
         return left
 
     assert threads.run(1, body) == [{0}]
+
+
+def test_a_value_counts_though_its_peer_has_ended_since() -> None:
+    values = []
+
+    def check(_: float) -> None:
+        values.append(1)  # the peer's last act, seen after the wait has looked
+        raise PeerError("rank 1 died")
+
+    wait_until(lambda: bool(values), check, CommMeter())
+    with pytest.raises(PeerError, match="rank 1 died"):
+        wait_until(lambda: False, check, CommMeter())

@@ -51,8 +51,6 @@ class FlagWaits:
             self._host.check_peers()
             self._check_time_limit(flag, count, waited_seconds)
         except PeerError:
-            if self._flags.min(flag) >= count:  # the rank has come, and then gone
-                return
             self._calls.check_begun(None)  # The peer may have died because ranks diverged: then report the divergence.
             raise
 
