@@ -61,6 +61,10 @@ def test_a_beat_is_answered_and_says_whether_its_sender_waits(pair) -> None:
         first.beat(is_waiting=True)
     assert first.peers[1].answer_seconds == BEAT_SECONDS
     assert first.peers[1].heard_at is not None
+    first.peers[1].answers.clear()  # as when a cut link is whole again
+    second.listen(0.05)
+    first.listen(0.05)  # the answer to the last of these beats: it says nothing of the link as it is now
+    assert not first.peers[1].answers
     second.close()
     first.listen(0.05)
     assert first.peers[1].has_left

@@ -108,7 +108,7 @@ class PeerBeats:
         peer.has_left = peer.has_left or kind == BYE
         if kind == BEAT and type(number) is int:
             self._send(address, ANSWER, number, is_waiting=peer.is_waiting)
-        elif kind == ANSWER and number == self._number:
+        elif kind == ANSWER and number == self._number and peer.answers:  # if not forgotten since it was sent
             peer.answers[-1] = now - self._sent_at
             peer.fastest_seconds = min(peer.fastest_seconds, peer.answers[-1])
 
