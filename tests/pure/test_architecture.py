@@ -14,15 +14,13 @@ import fourfold
 import fourfold.launcher
 from tests.source_files import SOURCE, files, forget, imports, is_own, module_name, nodes, parsed
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 350, 45, 8, 15
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 600, 60, 8, 15
 # Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters, "FILE CLASS" for
 # its attributes.
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
 DCP_EXPORT = SOURCE / "checkpoint" / "dcp_export.py"
 ALLOWED = {
-    "feed/dataloader.py shard": "half of it is the docstring of a public function",
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
-    "plan/check.py sync_problems": "a table of seven refusals",
     "step/parallelize.py parallelize": PUBLIC_SIGNATURE,
     "step/sequence/transformers.py _attention": "the signature that transformers calls",
     "tasks/hf.py task": "every parameter is a setting of the command line",

@@ -172,7 +172,6 @@ def test_every_form_of_seeing_the_plan_is_detected():
 FOUND_BY_A_DRY_RUN = "what a dry run has found in the user's model and loss"
 CHOSEN_BY_A_DRY_RUN = "what a dry run can compare: it lists its checks and takes the strictest that is possible"
 ASKED = {
-    "_is_log_rank": "one rank logs for all",
     "has_any_hook": "the user may register hooks at any time",
     "has_pending": "whether updates wait now",
     "index": "of an action",
@@ -181,11 +180,9 @@ ASKED = {
     "is_asynchronous": "chooses the runner of steps, when a TrainStep is made",
     "is_in_backward": "where a dry run has failed",
     "is_model_loss": "refuses a compiled model that computes its own loss",
-    "is_needed": "whether it has been done",
     "is_of_tokens": "of one draw of dropout",
     "is_synchronized": "whether local steps have just averaged the weights",
     "is_whole": "of one parameter's shard",
-    "needs_dry_run": "whether it has been done",
     "num_elements": "of one loss",
     "size": "of the world: decides, when a DriftChecker is made, whether there are replicas to compare",
     **dict.fromkeys(("has_writes", "is_additive", "is_comparable", "is_uneven", "is_unreduced"), FOUND_BY_A_DRY_RUN),

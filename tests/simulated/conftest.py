@@ -41,7 +41,5 @@ def without_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The law of training makes the dry run with every value of every field.
     """
-    is_needed = "fourfold.step.dry_run.first_batch.DryRun.is_needed"
-    monkeypatch.setattr(is_needed, lambda _, *, training: False)
-    rules_needed = "fourfold.step.tensor.collective_dry_run.CollectiveTensorDryRun.is_needed"
-    monkeypatch.setattr(rules_needed, False)
+    for check in ("dry_run.first_batch.ForwardCheck", "tensor.collective_dry_run.TensorCheck"):
+        monkeypatch.setattr(f"fourfold.step.{check}.is_needed", lambda _, *, training: False)

@@ -15,7 +15,7 @@ from fourfold.parts.tensor.layers import SplitLayer
 from fourfold.plan.plan import Plan
 from fourfold.step.dry_run.check_config import MemoryFit
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun, drawn_bytes
+from fourfold.step.tensor.collective_dry_run import TensorCheck, drawn_bytes
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
@@ -38,7 +38,7 @@ def whole_weights(request, monkeypatch):
     """All laws hold where the whole model fits into memory, and where its weights are there one at a time."""
     if request.param == "drawn":
         fit = TensorMemoryFit(held=MemoryFit(fits_float64=False, fits_model_dtype=False))
-        monkeypatch.setattr(CollectiveTensorDryRun, "_find_memory_fit", lambda self: fit)
+        monkeypatch.setattr(TensorCheck, "memory_fits", lambda self: [*fit.held, *fit.drawn])
     return request.param
 
 
@@ -49,14 +49,15 @@ def whole_weights(request, monkeypatch):
 def finished(monkeypatch):
     """By rank thread: the dry runs that have compared something and passed."""
     passed: list[int] = []
-    judge = CollectiveTensorDryRun._judge
+    judge = TensorCheck.judge
 
-    def counted(self, reports):
-        judge(self, reports)
+    def counted(self, reports, *, training):
+        learned = judge(self, reports, training=training)
         assert not any(report["unavailable"] or report["fallback"] for report in reports)
         passed.append(sum(report["has_samples"] for report in reports))
+        return learned
 
-    monkeypatch.setattr(CollectiveTensorDryRun, "_judge", counted)
+    monkeypatch.setattr(TensorCheck, "judge", counted)
     return passed
 
 
@@ -606,13 +607,13 @@ class NotFinite(nn.Module):
 
 def test_whole_weights_are_there_one_at_a_time_where_they_do_not_fit_together(whole_weights, finished, monkeypatch):
     """The peak, with the activations of one short sample, is within what the check of memory counts."""
-    run, counted = CollectiveTensorDryRun.run, []
+    inspect, counted = TensorCheck.inspect, []
 
-    def recorded(self, *args):
+    def recorded(self, *args, **options):
         counted.append(drawn_bytes(self._axis)[0])
-        run(self, *args)
+        return inspect(self, *args, **options)
 
-    monkeypatch.setattr(CollectiveTensorDryRun, "run", recorded)
+    monkeypatch.setattr(TensorCheck, "inspect", recorded)
 
     def body(comm):
         model = lm.LanguageModel(width=128, layers=6, heads=4, kv_heads=4).double()

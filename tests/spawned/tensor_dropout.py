@@ -15,8 +15,8 @@ import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.parts.torch_private import is_in_backward
-from fourfold.step.batch_layout import TokenShards
-from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.dry_run.first_batch import ForwardCheck
+from fourfold.step.sequence.collective_dry_run import SequenceCheck
 from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.train_step import TrainStep
 from tests import cases
@@ -146,8 +146,8 @@ def token_batches() -> list[Any]:
 def trainings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What this rank has drawn and trained, by run. Of the dry runs, that of the tensor axis is made."""
     with (
-        mock.patch.object(DryRun, "is_needed", return_value=False),
-        mock.patch.object(TokenShards, "needs_dry_run", False),
+        mock.patch.object(ForwardCheck, "is_needed", return_value=False),
+        mock.patch.object(SequenceCheck, "is_needed", return_value=False),
     ):
         return [_training(**fields) for fields in runs]
 

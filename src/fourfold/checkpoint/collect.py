@@ -175,7 +175,8 @@ def _to_json_value(key: str, value: Any) -> Any:
 def first_step_record(step: TrainStep) -> FirstStepRecord:
     """What the first step determined: see `FirstStepRecord`."""
     record = step.state_refs()["record"]
-    return FirstStepRecord(tuple(record["order"]), record["nominal_count"], record.get("scale"))
+    order, count = tuple(record["order"]), record["nominal_count"]
+    return FirstStepRecord(order, count, record.get("scale"), record.get("proof"))
 
 
 def data_state(feed: Feed | None) -> DataState | None:

@@ -85,7 +85,7 @@ def _saved_state(step: TrainStep, reader: CheckpointReader) -> SavedState:
     return SavedState(
         model={name: reader.tensor(TensorKey(TensorKind.MODEL, name)) for name in names},
         optimizer={name: ParameterState(own, manifest.scalars.get(name, {})) for name, own in states.items()},
-        record=msgspec.structs.asdict(manifest.record),
+        record=msgspec.to_builtins(manifest.record),
         groups=(),
         outer={key.name: reader.tensor(key) for key in reader.entries if key.kind is TensorKind.OUTER},
         codec=codec,

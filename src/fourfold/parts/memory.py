@@ -8,6 +8,7 @@ use      bytes of the buffers that were allocated here and are alive, and of the
 Law: long-lived buffers are made here, once per run. All other modules hold views of them.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -15,7 +16,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ PAGE_BYTES = 4096
 HUGE_PAGE_MIN_BYTES = 2 * 2**20
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has no name for it before 3.13
 PAGE_PRESENT, PAGE_SWAPPED, PAGE_OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
 PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
@@ -268,8 +270,20 @@ def keep_freed_memory() -> bool:
     mallopt = _malloc("mallopt")
     if mallopt is None or malloc.is_user_configured(os.environ):
         return False
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
-    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
+    return bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, 2**31 - 1))
+
+
+@contextlib.contextmanager
+def freed_memory_kept(device: torch.device) -> Iterator[None]:
+    """Within, the C library keeps freed memory, as after the first step; then it returns all of it (CPUs)."""
+    is_kept = device.type == "cpu" and keep_freed_memory()
+    try:
+        yield
+    finally:
+        if is_kept and (mallopt := _malloc("mallopt")) is not None:
+            mallopt(TRIM_THRESHOLD, 2**17)
+            mallopt(MMAP_MAX, 2**16)
+            trim_freed_memory()
 
 
 def trim_freed_memory() -> None:

@@ -137,13 +137,12 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first step decided: the launch order of reductions and the nominal count of the loss; and the state of
-    the loss scale, if there is one.
-    """
+    """What the first step decided: the launch order, the nominal count, the loss scale, what its checks have shown."""
 
     order: tuple[int, ...]
     nominal_count: float
     scale: dict[str, float] | None = None
+    proof: dict[str, Any] | None = None
 
 
 class DataState(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

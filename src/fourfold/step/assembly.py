@@ -3,6 +3,7 @@
 Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,13 +31,15 @@ from fourfold.plan.pipeline.asynchronous import staleness
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
-from fourfold.step.batch_layout import BatchLayout, SharedByStages, SharedByTensorRanks, TokenShards, WholeSamples
+from fourfold.step.batch import unpack_batch
+from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples
 from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.digests.batches import DuplicateBatches
-from fourfold.step.digests.build import check_same_optimizer
+from fourfold.step.digests.build import build_digest, check_same_optimizer
 from fourfold.step.digests.weights import DriftChecker
-from fourfold.step.dry_run.first_batch import DryRun
+from fourfold.step.dry_run.first_batch import CheckedTask, ForwardCheck, GradientCheck
+from fourfold.step.dry_run.proof import Check, Proof
 from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
@@ -49,12 +52,13 @@ from fourfold.step.pipeline import axis as pipeline_axis
 from fourfold.step.pipeline.across_steps import make_across_steps, num_channels
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
-from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.dry_run import PipelineCheck
 from fourfold.step.pipeline.gates import SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
+from fourfold.step.sequence.collective_dry_run import SequenceCheck
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
@@ -63,7 +67,7 @@ from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
-from fourfold.step.tensor.collective_dry_run import CollectiveTensorDryRun
+from fourfold.step.tensor.collective_dry_run import TensorCheck
 from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.step.tensor.tensor_calls import TensorCalls
@@ -88,7 +92,7 @@ class Assembly(NamedTuple):
     checks: StepChecks
     split: BatchSplit
     batches: BatchLayout
-    dry_run: DryRun
+    proof: Proof
     state: PersistentState
     codecs: Sequence[Codec]
     optimizer: Optimizer
@@ -96,15 +100,15 @@ class Assembly(NamedTuple):
     transport_name: str
     tensor: TensorAxis
     pipeline: PipelineAxis
-    stages: PipelineDryRun
+    stages: PipelineCheck
 
 
 class _Axes(NamedTuple):
-    """The axes by which the model is cut, and the dry run of its stages."""
+    """The axes by which the model is cut, and the check of its stages."""
 
     tensor: TensorAxis
     pipeline: PipelineAxis
-    stages: PipelineDryRun
+    stages: PipelineCheck
 
 
 def assemble(
@@ -121,19 +125,20 @@ def assemble(
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
     tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
-    stages = PipelineDryRun(model, objective, pipeline, world, SplitResidual(tensor.residual.entries, tensor.region))
+    stages = PipelineCheck(model, objective, pipeline, world, SplitResidual(tensor.residual.entries, tensor.region))
     axes = _Axes(tensor, pipeline, stages)
     trained = lay_out(model, optimizer, plan, world, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
-    recomputed = _find_recomputed(plan, axes)
-    chunks = make_chunks(model, objective, statistics, pipeline, stages, halves, recomputed)
+    chunks = make_chunks(model, objective, statistics, pipeline, stages, halves, _find_recomputed(plan, axes))
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     programs = StepPrograms(stage.trained.blueprint, world.rank)
     stage.parts.gradients.set_launch_order(programs.reduction_order)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
+    batches, checks = _lay_out_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed)
+    key = functools.partial(build_digest, model, plan, options.compared(shares_samples=False), loss)
     return Assembly(
         parts=parts,
         timing=_make_timing(parts, stage.trained, programs, world),
@@ -141,8 +146,8 @@ def assemble(
         calls=calls,
         checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
         split=plan.batch_split,
-        batches=_make_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed),
-        dry_run=_make_dry_run(pipeline.skeleton, objective, statistics, plan, stage.parts.weights, world),
+        batches=batches,
+        proof=_make_proof(checks, objective, statistics, plan, stage.parts.weights, world, axes, key),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
@@ -287,34 +292,6 @@ def _make_checks(
     )
 
 
-def _make_batches(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Any] | None,
-    plan: Plan,
-    world: Communicator,
-    meter: CommMeter,
-    axes: _Axes,
-    tensor_calls: TensorCalls,
-    seed: int,
-) -> BatchLayout:
-    tensor, pipeline, stages = axes
-    slices = DrawSlices(tensor.group.size)
-    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
-    if loss is not None and plan.sp > 1:
-        ranks = world.along("sp")
-        group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
-        options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
-        parallel = SequenceParallel(model, loss, group, world, skeleton=pipeline.skeleton, **options)
-        layout = TokenShards(parallel, world.device)
-    if tensor.is_cut:
-        rules = CollectiveTensorDryRun(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss)
-        layout = SharedByTensorRanks(layout, tensor_calls, rules)
-    if not pipeline.is_cut:
-        return layout
-    rows = make_row_exchange(pipeline.ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
-    return SharedByStages(layout, tensor_calls, pipeline.ranks, rows, stages, (seed, world.along("dp").rank))
-
-
 def _make_statistics(
     model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, pipeline: PipelineAxis
 ) -> BatchStatistics:
@@ -324,27 +301,60 @@ def _make_statistics(
     return SyncedStatistics(model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)
 
 
-def _make_dry_run(
+def _lay_out_batches(
     model: nn.Module,
+    loss: Callable[[Any, Any], Any] | None,
+    plan: Plan,
+    world: Communicator,
+    meter: CommMeter,
+    axes: _Axes,
+    tensor_calls: TensorCalls,
+    seed: int,
+) -> tuple[BatchLayout, list[Check]]:
+    """How batches are laid out, and the checks of the axes by which they or the model are."""
+    tensor, pipeline, stages = axes
+    slices, checks = DrawSlices(tensor.group.size), list[Check]()
+    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
+    if loss is not None and plan.sp > 1:
+        ranks = world.along("sp")
+        group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+        check = SequenceCheck(pipeline.skeleton, loss, group.spec, world)
+        options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
+        layout = TokenShards(SequenceParallel(model, group, world, check=check, **options), world.device)
+        checks.insert(0, check)
+    if tensor.is_cut:
+        checks.insert(0, TensorCheck(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss))
+        layout = SharedSamples(layout, "tp", tensor_calls.ranks, tensor_calls.agree)
+    if pipeline.is_cut:
+        ranks = pipeline.ranks
+        rows = make_row_exchange(ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
+        agree = functools.partial(tensor_calls.agree_with_stages, rows, ranks)
+        checks.insert(0, stages)
+        layout = SharedSamples(layout, "pp", ranks, agree, (seed, world.along("dp").rank))
+    return layout, checks
+
+
+def _make_proof(
+    checks: Sequence[Check],
     objective: Objective,
     statistics: BatchStatistics,
     plan: Plan,
     weights: Weights,
     world: Communicator,
-) -> DryRun:
-    reason = read_only_reason(
-        plan,
-        storage=weights.storage.forward_loss_reason,
-        master_weights=weights.master_weights.forward_loss_reason,
-    )
-    split = plan.batch_split
-    return DryRun(
-        model,
+    axes: _Axes,
+    key: Callable[[Any], int],
+) -> Proof:
+    """`checks`: those of the axes by which batches or the model are laid out."""
+    storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
+    reason = read_only_reason(plan, storage=storage, master_weights=masters)
+    task = CheckedTask(
+        axes.pipeline.skeleton,
         objective,
         statistics,
-        split,
-        world.device,
-        WeightWriteCheck(weights, reason, num_ranks=split.num_ranks),
-        num_local_ranks=world.world.local_size,
-        is_log_rank=world.rank == 0,
+        plan.batch_split,
+        world,
+        whole_shown_to_loss=axes.stages.whole_shown_to_loss,
+        shortened=next((check.shortened for check in checks if isinstance(check, SequenceCheck)), unpack_batch),
     )
+    forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
+    return Proof([*checks, forwards, GradientCheck(task, forwards)], world, weights.unsharded, key)

@@ -73,7 +73,7 @@ def unpack_batch(batch: Any) -> tuple[Any, Any]:
 def num_samples(batch: Any) -> int:
     """The first dim of all tensors of a batch. Raises TaskError if they differ, and for anything else than tensors."""
     inputs, targets = unpack_batch(batch)
-    leaves = dict([*_leaves("inputs", inputs), *([] if targets is None else _leaves("targets", targets))])
+    leaves = dict([*named_values("inputs", inputs), *([] if targets is None else named_values("targets", targets))])
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
             got, need = f"{name} of type {type(leaf).__name__}", "tensors, or dicts, lists or tuples of them"
@@ -90,11 +90,11 @@ def num_samples(batch: Any) -> int:
     return lengths.pop()
 
 
-def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
+def named_values(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
     """What a batch has in its dicts, lists and tuples, with its place."""
     if isinstance(tree, dict | list | tuple):
         for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(f"{name}[{key!r}]", part)
+            yield from named_values(f"{name}[{key!r}]", part)
     else:
         yield name, tree
 

@@ -21,7 +21,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.block_draws import seeded_segments
-from fourfold.step.pipeline.dry_run import PipelineDryRun
+from fourfold.step.pipeline.dry_run import PipelineCheck
 from fourfold.step.pipeline.gates import Gates, StageEnd
 from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.stand_in import StandInUsed, sources_of
@@ -77,7 +77,7 @@ def pipeline_stage(
     objective: Objective,
     statistics: BatchStatistics,
     stage: int,
-    dry_run: PipelineDryRun,
+    dry_run: PipelineCheck,
     halves: BackwardHalves,
     recompute: Recompute,
 ) -> Stage:
@@ -121,7 +121,7 @@ def make_chunks(
     objective: Objective,
     statistics: BatchStatistics,
     pipeline: PipelineAxis,
-    dry_run: PipelineDryRun,
+    dry_run: PipelineCheck,
     halves: BackwardHalves,
     recomputed: RecomputedBlocks,
 ) -> dict[int, Stage]:

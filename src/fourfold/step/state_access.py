@@ -101,6 +101,8 @@ class StateAccess:
         }
         if scale := self._assembly.parts.loss_scale.state:
             record["scale"] = scale
+        if proof := self._assembly.proof.state:
+            record["proof"] = proof
         groups = [{k: cloned(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return {"groups": groups, "record": record}
 
@@ -135,6 +137,7 @@ class StateAccess:
             # Options such as `foreach` choose an implementation; that was done when the step was built.
             group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
         record = saved.record
+        self._assembly.proof.load_state(record.get("proof"))
         self._assembly.parts.loss_scale.load_state(record.get("scale") or {})
         # Launch orders are valid only for the same numbers of buckets; otherwise the next step records new ones.
         programs = self._assembly.programs

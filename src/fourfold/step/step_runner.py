@@ -165,16 +165,9 @@ class StepRunner:
     @noting_batch
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
         """See `TrainStep.dry_run`."""
-        batches, checks = self._assembly.batches, self._assembly.dry_run
-        if batches.needs_dry_run:
+        if self._assembly.proof.is_needed(training=training):
             self._calls.check_same()
-            batches.dry_run(batch, self._weights.unsharded)
-            self._weights.edits.accept_edits()
-        if checks.is_needed(training=training):
-            self._calls.check_same()
-            small = batches.dry_run_batch(batch)
-            with self._assembly.stages.whole_shown_to_loss():
-                checks.run(small, self._weights.unsharded, self._calls.world.all_gather_json, training=training)
+            self._assembly.proof.run(batch, training=training)
             self._weights.edits.accept_edits()
 
     @contextlib.contextmanager

@@ -6,7 +6,11 @@ whose next collectives would not pair up, raise the same PlanError, and none wai
 
 import dataclasses
 import platform
+import secrets
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +21,12 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_text import describe_options
 from fourfold.parts.optim.user_optimizer import group_indices
 from fourfold.plan.plan import Plan
-from fourfold.step.digests.structure import function_items, model_items
-from fourfold.step.digests.table import Item, check_same_items
+from fourfold.step.batch import named_values
+from fourfold.step.digests.structure import function_items, hook_items, model_items
+from fourfold.step.digests.table import DIGEST_BITS, Item, check_same_items, digest, digest_bytes
 from fourfold.words.version import VERSION
+
+PACKAGE_FOLDER = str(Path(__file__).parents[2])
 
 
 def check_same_build(
@@ -60,6 +67,34 @@ def check_same_optimizer(ranks: Communicator, optimizer: Optimizer, model: nn.Mo
 def version_items() -> list[Item]:
     python = ".".join(platform.python_version_tuple()[:2])
     return [("fourfold", VERSION), ("torch", torch.__version__), ("Python", python)]
+
+
+def build_digest(model: nn.Module, plan: Plan, options: Mapping[str, Any], loss: Any, batch: tuple[Any, Any]) -> int:
+    """Of what decides whether a step on such a batch is right: the model, the loss, their code and hooks, the plan, the
+    options, packages, and the batch's names, dtypes and dims, but no size and no value. A batch without samples, which
+    shows nothing, has the digest of no other.
+    """
+    tensors = [(name, each) for name, each in named_values("batch", batch) if isinstance(each, Tensor)]
+    items = [
+        *version_items(),
+        *package_items(model),
+        *((name, str(value)) for name, value in (dataclasses.asdict(plan) | dict(options)).items()),
+        *model_items(model, lambda tensor: list(tensor.shape)),
+        *hook_items(model),
+        *function_items(loss),
+        *((name, f"{tensor.dtype} {tensor.dim()}") for name, tensor in tensors),
+    ]
+    return digest(items) if any(tensor.numel() for _, tensor in tensors) else secrets.randbits(DIGEST_BITS)
+
+
+def package_items(model: nn.Module) -> list[Item]:
+    """Versions of the packages that supply modules; and digests of the user's own files, which have no version."""
+    packages = sorted({type(module).__module__.partition(".")[0] for module in model.modules()})
+    versions = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages]
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    own = sorted(file for file in files if file.endswith(".py") and not file.startswith((*installed, PACKAGE_FOLDER)))
+    return versions + [("file", str(digest_bytes(Path(file).read_bytes()))) for file in own if Path(file).is_file()]
 
 
 def optimizer_items(optimizer: Optimizer, model: nn.Module) -> list[Item]:

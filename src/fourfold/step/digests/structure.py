@@ -29,9 +29,13 @@ _RANK_WORDS = (
 )
 RANK_WORDS = frozenset(_RANK_WORDS.split())
 """A word of an attribute's name that says it is a rank's own, such as `local_rank` and `log_dir`."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+HOOKS = (
+    *(key for key in sorted(_OF_MODULES) if key.endswith("_hooks")),
+    "_post_accumulate_grad_hooks",
+)
 MAX_DEPTH = 4  # containers and configurations in each other
 MAX_TEXT = 120
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _CONFIGURATIONS = ("Config", "Namespace")  # ends of names of classes
 
 
@@ -51,6 +55,13 @@ def model_items(model: nn.Module, shape: Callable[[Tensor], Any]) -> Iterator[It
         for key, tensor in itertools.chain(own, module.named_buffers(recurse=False, remove_duplicate=False)):
             first = names.setdefault(id(tensor), prefix + key)
             yield prefix + key, f"the same as {first}" if first != prefix + key else _tensor_text(tensor, shape)
+
+
+def hook_items(model: nn.Module) -> list[Item]:
+    """The hooks of modules and of their parameters, in order."""
+    owners = itertools.chain(model.named_modules(), model.named_parameters())
+    hooks = ((name, getattr(owner, key, None) or {}) for name, owner in owners for key in HOOKS)
+    return [(f"a hook of {name}", _describe(hook) or "") for name, found in hooks for hook in found.values()]
 
 
 def function_items(function: Any) -> list[Item]:

@@ -8,6 +8,7 @@ the state after a forward does not depend on its samples.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class ComparedBatch(NamedTuple):
 
 
 class ForwardComparison:
-    """Compares forwards on one rank. It keeps a sample for dummy forwards, and the batch of the last comparison."""
+    """Compares forwards on one rank. It keeps the batch of the last comparison."""
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class ForwardComparison:
         self._weight_check = weight_check
         self._compares_state = True
         """Whether untrained state is compared; trained weights always are."""
-        self.sample: Microbatch | None = None
         self.compared_batch: ComparedBatch | None = None
 
     def run(self, batch: Any, *, training: bool) -> dict[str, Any]:
@@ -99,7 +99,6 @@ class ForwardComparison:
         total = num_samples(batch)
         size = min(total, max(2, -(-total // self._split.num_microbatches)))
         batch = tree_map(slice_samples(batch, 0, size), lambda tensor: tensor.to(self._device))
-        self.sample = split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, self._device)[0]
         # With "local", each part has batch statistics of its own, so the losses of the parts do not make up the full
         # loss.
         is_local = self._split.has_local_batch_norm
@@ -131,6 +130,14 @@ class ForwardComparison:
             )
         report = {"problems": problems, **self._summarize(full)}
         return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
+
+    def extend_compared(self, batch: Any, few: Any) -> None:
+        """The samples that were compared were shortened ones of a batch: from now on those of the batch count."""
+        if self.compared_batch is not None:
+            samples, elements = num_samples(self.compared_batch.batch), self.compared_batch.elements_per_sample
+            ratio = sum(t.numel() for t in tree_leaves(batch)) / sum(t.numel() for t in tree_leaves(few))
+            whole = tree_map(slice_samples(batch, 0, samples), lambda tensor: tensor.to(self._device))
+            self.compared_batch = ComparedBatch(whole, math.ceil(elements * ratio))
 
     def _is_scalar(self, forward: DryRunForward) -> bool:
         return forward.result is not None and self._objective.is_scalar(forward.result.raw_loss, forward.num_samples)
@@ -271,6 +278,11 @@ class ForwardComparison:
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
         names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
         return [loss_state_problem(names, self._split.num_parts)] if names else []
+
+
+def first_sample(batch: Any, device: torch.device) -> Microbatch:
+    """A copy of it, for forwards of ranks without samples."""
+    return split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, device)[0]
 
 
 def compiled_problem(what: str, num_parts: int, attempt: str) -> Problem:

@@ -28,12 +28,13 @@ from fourfold.step.dry_run.float64_operands import WidenOperandsMode
 from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection, project_gradients
 from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
 from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.dry_run.proof import summarize_error
 from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, copy_parameters
 from fourfold.step.dry_run.state_problems import format_names
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.objective import ForwardResult, Objective
 from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
-from fourfold.words.errors import FourfoldError, Problem, TaskError
+from fourfold.words.errors import Problem
 
 # Relative to the largest of a parameter's gradients, by the size in bytes of the least precise number in a forward.
 GRADIENT_TOLERANCE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
@@ -214,15 +215,3 @@ def _gradient_problem(names: Sequence[str]) -> Problem:
     need = "a backward in which each sample's gradient depends on that sample alone: the batch is split into parts"
     attempt = "hooks and functions that look at one sample at a time; a pair (sum, count) trains each part by itself"
     return Problem(got, need, attempt)
-
-
-def peer_failed(rank: int, text: str) -> TaskError:
-    """The error of the ranks that learn in a dry run that another rank has failed."""
-    return TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
-
-
-def summarize_error(error: Exception) -> str:
-    lines = str(error).splitlines()
-    if isinstance(error, FourfoldError):  # its first line is the number of problems
-        return "; ".join(line.strip() for line in lines[1:])
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

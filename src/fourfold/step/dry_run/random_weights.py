@@ -110,15 +110,14 @@ def _perturbed_weight(p: Tensor, generator: torch.Generator) -> Tensor:
         return torch.view_as_complex(
             _perturbed_weight(torch.view_as_real(p.detach().resolve_conj()).contiguous(), generator)
         )
-    # In place, tile by tile: such a pass over a large model takes longer than the forward of a few samples.
-    drawn = p.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).flatten()
-    tile = random_tiled(drawn[:TILE_SIZE], generator, is_uniform=True)
-    for part in drawn.split(TILE_SIZE):
-        numbers = tile[: part.numel()]
-        zeros = part == 0
-        part.mul_(1.0 + 0.5 * numbers)
-        if zeros.any():
-            part.add_(0.1 * numbers * zeros)
+    # Tile by tile, in few passes: one over a large model takes longer than the forward of a few samples.
+    own, drawn = p.detach().flatten(), torch.empty(p.numel(), dtype=torch.float64, device=p.device)
+    tile = random_tiled(own[:TILE_SIZE], generator, is_uniform=True)
+    scale = 1.0 + 0.5 * tile
+    for before, after in zip(own.split(TILE_SIZE), drawn.split(TILE_SIZE), strict=True):
+        torch.mul(before, scale[: before.numel()], out=after)
+        if before.count_nonzero() < before.numel():
+            after.add_(0.1 * tile[: before.numel()] * (before == 0))
     return drawn.view(p.shape)
 
 

@@ -10,7 +10,7 @@ else it needs is carried, or the plan is refused.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import own_parameters
 from fourfold.step.batch import Microbatch, num_samples, split_microbatches, unpack_batch
-from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
 from fourfold.step.dry_run.preserve_module import preserve_module
+from fourfold.step.dry_run.proof import Learned, Report, out_of_step_problem, raise_problems
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.axis import PipelineAxis
@@ -36,8 +36,11 @@ NUM_SAMPLES = 2
 WHERE = "the pipeline"
 
 
-class PipelineDryRun:
-    """The dry run of one rank. `world` lies on the plan's mesh."""
+class PipelineCheck:
+    """The check of the pipeline axis, of one rank. `world` lies on the plan's mesh."""
+
+    claim = "each stage computes what the whole model does there"
+    phase: str | None = None
 
     def __init__(
         self,
@@ -51,8 +54,7 @@ class PipelineDryRun:
         stages = pipeline.stages
         own = stages.stages_at(pipeline.place)
         self._divided = DividedModel(model, pipeline.skeleton, objective, stages, own, world.device)
-        self.has_ended = False
-        """Whether every rank has had a batch with samples."""
+        self._is_done = False
 
     def make_gates(self, stage: int) -> Gates:
         """The gates of a stage of this rank."""
@@ -63,34 +65,39 @@ class PipelineDryRun:
         """What a stage receives and sends for itself and for later ones, besides its input and output."""
         return Carried(self.known.received_by(stage), self.known.received_by(stage + 1))
 
-    def run(self, batch: Any) -> None:
-        """Rehearse this rank's stages on a few samples of a batch. Collective. Raises TaskError."""
-        problems: list[Problem] = []
-        error: Exception | None = None
+    def is_needed(self, *, training: bool) -> bool:
+        """Whether some rank has not had a batch with samples yet. What is learned is not kept: it holds objects."""
+        return not self._is_done
+
+    def memory_fits(self) -> Sequence[bool]:
+        return ()
+
+    def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
+        """Rehearse this rank's stages on a few samples of a batch. Collective among tensor ranks."""
+        report: Report = {"problems": [], "out_of_step": False}
         if num_samples(batch) and not self.known.forms:
             try:
-                problems = self._run_among_tensor_ranks(batch)
-            except Exception as caught:  # raised below, after the other ranks have received the report
-                error = caught
-            if problems or error:
+                report["problems"] = self._run_among_tensor_ranks(batch)
+            except CallMismatch:
+                report["out_of_step"] = True
+            except Exception:
                 self.known.clear()
-        text = None if error is None else summarize_error(error)
-        report = self.known.report(self._divided.own) | {"problems": problems, "error": text}
-        reports = self._world.all_gather_json(report | {"has_samples": bool(self.known.forms)})
-        if error is not None and not isinstance(error, CallMismatch):
-            raise error
-        for rank, each in enumerate(reports):
-            if each["error"]:
-                raise peer_failed(rank, each["error"])
-        found = [Problem(*problem) for each in reports for problem in each["problems"]]
-        if not found and any(each["error"] is not None for each in reports):
-            got = "tensor ranks that sum different tensors in one forward or backward"
-            found = [Problem(got, "a model that computes the same on each of them", "no branches by rank")]
-        if found:
-            raise TaskError(list(dict.fromkeys(found)), where=WHERE)
+                raise
+            if report["problems"] or report["out_of_step"]:
+                self.known.clear()
+        return report | self.known.report(self._divided.own) | {"has_samples": bool(self.known.forms)}
+
+    def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
+        raise_problems(reports, WHERE)
+        if any(each["out_of_step"] for each in reports):
+            raise TaskError(out_of_step_problem(), where=WHERE)
         for each in reports:
             self.known.merge(each)
-        self.has_ended = all(each["has_samples"] for each in reports)
+        self._is_done = all(each["has_samples"] for each in reports)
+        return None
+
+    def learn(self, learned: Learned, batch: Any) -> None:
+        pass
 
     def whole_shown_to_loss(self) -> contextlib.AbstractContextManager[None]:
         """Within, a loss that reads weights or attributes of the model finds those of the skeleton."""

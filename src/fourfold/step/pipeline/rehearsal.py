@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fourfold.parts.torch_private import own_buffers, own_parameters, swapped_state
 from fourfold.step.batch import Microbatch
 from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.loss_check import summarize_error
+from fourfold.step.dry_run.proof import summarize_error
 from fourfold.step.model_call import call_model
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.chain import StageMap

@@ -1,26 +1,25 @@
-"""Collective dry run of the sequence axis: each rank checks its shard, and all ranks judge all reports.
+"""The check of the sequence axis: each rank checks its shard (`dry_run.py`), and all ranks judge all reports.
 
 report  what one rank has found: problems, gradient projections, and the loss of all tokens and of its own shard
-Law: TaskError is raised on every rank or on none.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.digests.batches import batch_mismatch_problem
+from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem
 from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
 from fourfold.step.dry_run.grad_projections import Projection
+from fourfold.step.dry_run.proof import Learned, Report, raise_problems
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
 from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.step.sequence.losses import LossSum, ObservedLoss, loss_sum_problem, non_mean_problem, observe_loss
-from fourfold.step.sequence.token_shards import sequence_length, shard_tokens, token_shards
+from fourfold.step.sequence.token_shards import inputs_and_targets, sequence_length, shard_tokens, token_shards
 from fourfold.step.sequence.transformers import packed_problems
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
@@ -29,58 +28,62 @@ DRY_RUN_TOKENS = 256
 DRY_RUN_SAMPLES = 2
 log = logging.getLogger("fourfold")
 
-Report = dict[str, Any]
 
+class SequenceCheck:
+    """The check of the sequence axis. `world` lies on the plan's mesh."""
 
-class DryRunOutcome(NamedTuple):
-    """What the dry run has shown: whether some rank had samples, and the ignored targets of a scalar loss."""
-
-    has_samples: bool
-    ignored_indices: list[int] | None
-    """None: the loss is no scalar, or no rank had samples."""
-
-
-class CollectiveDryRun:
-    """The dry run of the sequence axis on all ranks."""
+    claim = "the model and the loss compute the same from shards of the tokens as from all tokens"
+    phase: str | None = "try out"
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any, Any], Any], spec: SequenceSpec, world: Communicator
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        spec: SequenceSpec,
+        world: Communicator,
     ) -> None:
-        """`world` lies on the plan's mesh."""
         self._model, self._loss, self._spec, self._world = model, loss, spec, world
         self._sp_group = world.along("sp")
+        self._is_done = False
+        self.ignored_indices: Sequence[int] | None = None
+        """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
 
-    def run(
-        self,
-        inputs: Mapping[str, Any],
-        targets: Any,
-        *,
-        digest: int,
-        unsharded: contextlib.AbstractContextManager[None],
-    ) -> DryRunOutcome:
-        """Run the dry run of a batch with this digest. Collective. Within `unsharded` the model may be called.
+    def is_needed(self, *, training: bool) -> bool:
+        return not self._is_done
 
-        Raises TaskError if the model or the loss cannot be sharded by tokens.
-        """
-        report: Report = {"sp_ranks": self._sp_group.ranks, "packed": [], "problems": [], "digest": digest}
-        memory_fit = self._find_memory_fit()
-        # Leaving `unsharded` is collective with sharded weights, so nothing within may communicate: a rank without
-        # samples leaves at once.
-        with unsharded:
-            if any(len(tensor) for tensor in tree_leaves(targets)):
-                report |= self._run_local(inputs, targets, memory_fit)
-        reports = self._world.all_gather_json(report)
-        self._raise_problems(reports)
+    def memory_fits(self) -> Sequence[bool]:
+        return find_memory_fit(self._model, self._world.device, num_local_ranks=self._world.world.local_size)
+
+    def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
+        inputs, targets = inputs_and_targets(batch)
+        report: Report = {"sp_ranks": self._sp_group.ranks, "digest": batch_digest(batch)}
+        if any(len(tensor) for tensor in tree_leaves(targets)):
+            report |= self._run_local(inputs, targets, MemoryFit(*fits))
+        return report
+
+    def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
+        for group in _by_sp_group(reports):
+            if len({report["digest"] for report in group}) > 1:
+                raise TaskError(batch_mismatch_problem("sp", group[0]["sp_ranks"]), where="the batch")
+        raise_problems(reports, "the batch", "packed")
+        raise_problems(reports, "the model")
         reports = [each for each in reports if "loss_sums" in each]
         self._check_gradients(reports)
         self._check_losses(reports)
-        ignored_indices = None
-        if any(each["has_mean"] for each in reports):
-            ignored_indices = sorted({index for each in reports for index in each["ignored_indices"]})
-        return DryRunOutcome(bool(reports), ignored_indices)
+        if not reports:
+            return None
+        has_mean = any(each["has_mean"] for each in reports)
+        indices = sorted({index for each in reports for index in each["ignored_indices"]})
+        return {"ignored_indices": indices if has_mean else None}
 
-    def truncate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The first samples and tokens of a batch, as many as the dry run takes."""
+    def learn(self, learned: Learned, batch: Any) -> None:
+        self._is_done, self.ignored_indices = True, learned["ignored_indices"]
+
+    def shortened(self, batch: Any) -> tuple[Any, Any]:
+        """The first samples and tokens of a batch, as many as checks take."""
+        return self._truncate(*inputs_and_targets(batch))
+
+    def _truncate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         length = sequence_length((inputs, targets))
         num_tokens = self._num_tokens(length, inputs, targets)
         inputs, targets = (
@@ -88,13 +91,6 @@ class CollectiveDryRun:
             for tree in (inputs, targets)
         )
         return inputs, targets
-
-    # ---- this rank ----------------------------------------------------------------------------------
-
-    def _find_memory_fit(self) -> MemoryFit:
-        """What fits into memory on every rank. Collective."""
-        local_fit = find_memory_fit(self._model, self._world.device, num_local_ranks=self._world.world.local_size)
-        return MemoryFit(*(all(column) for column in zip(*self._world.all_gather_json(local_fit), strict=True)))
 
     def _num_tokens(self, length: int, inputs: Any, targets: Any) -> int:
         """How many tokens the dry run takes: a number that divides, and that is no other tensor's dim 1."""
@@ -129,7 +125,7 @@ class CollectiveDryRun:
     ) -> tuple[DryRunResult, list[ObservedLoss]]:
         """The result for the model; without problems, also the loss of all tokens, and that of this rank's."""
         length = sequence_length((inputs, targets))
-        inputs, targets = self.truncate(inputs, targets)
+        inputs, targets = self._truncate(inputs, targets)
         num_tokens = sequence_length((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._world.device)) for tree in (inputs, targets))
         shard = token_shards(self._spec, num_tokens)[self._sp_group.rank]
@@ -151,19 +147,7 @@ class CollectiveDryRun:
             outputs = shard_tokens(result.outputs, shard)
             return result, [full, observe_loss(self._loss, outputs, shard_tokens(targets, shard), num_samples)]
 
-    # ---- all ranks ----------------------------------------------------------------------------------
-
-    def _raise_problems(self, reports: list[Report]) -> None:
-        """Raise TaskError for different batches, or for the problems that any rank has found."""
-        for group in _by_sp_group(reports):
-            if len({report["digest"] for report in group}) > 1:
-                raise TaskError(batch_mismatch_problem("sp", group[0]["sp_ranks"]), where="the batch")
-        for kind, where in (("packed", "the batch"), ("problems", "the model")):
-            problems = [Problem(*problem) for report in reports for problem in report[kind]]
-            if problems:
-                raise TaskError(list(dict.fromkeys(problems)), where=where)
-
-    def _check_gradients(self, reports: list[Report]) -> None:
+    def _check_gradients(self, reports: Sequence[Report]) -> None:
         """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         for group in _by_sp_group(reports):
@@ -190,7 +174,7 @@ class CollectiveDryRun:
                 weaker["fallback_reason"],
             )
 
-    def _check_losses(self, reports: list[Report]) -> None:
+    def _check_losses(self, reports: Sequence[Report]) -> None:
         """Raise TaskError if the losses of the shards do not add up to the loss of all tokens."""
         for group in _by_sp_group(reports):
             shard_sums = [LossSum(*report["loss_sums"][1]) for report in group]
@@ -203,7 +187,7 @@ class CollectiveDryRun:
                 raise TaskError(problem, where="the loss")
 
 
-def _by_sp_group(reports: list[Report]) -> list[list[Report]]:
+def _by_sp_group(reports: Sequence[Report]) -> list[list[Report]]:
     """The reports of each sp group."""
     groups = sorted({tuple(report["sp_ranks"]) for report in reports})
     return [[report for report in reports if tuple(report["sp_ranks"]) == group] for group in groups]

@@ -1,12 +1,12 @@
 """Sequence parallelism: each rank holds some tokens of every sequence, and attention reaches all of them.
 
 sp group  the ranks that hold the tokens of the same samples
-dry run   before the first step, it shows that tokens interact only in attention; else the model is refused
+check     before the first step, it shows that tokens interact only in attention; else the model is refused
 Law: a step over dp × sp ranks is the step of one process.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.step.batch import Microbatch, has_token_dim
 from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.step.rank_dropout import RankDropout, TaggedDraws
-from fourfold.step.sequence.collective_dry_run import CollectiveDryRun
+from fourfold.step.sequence.collective_dry_run import SequenceCheck
 from fourfold.step.sequence.dropout import AttentionDropoutCounter
 from fourfold.step.sequence.losses import check_even_targets
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
@@ -50,27 +50,23 @@ class SequenceParallel:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Any],
         sequence_group: SequenceGroup,
         world: Communicator,
         *,
         num_microbatches: int,
         draw_slices: DrawSlices,
-        skeleton: nn.Module,
+        check: SequenceCheck,
         seed: int = 0,
     ) -> None:
-        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp". Dry runs call the `skeleton`."""
+        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
         self._model, self._sequence_group, self._world = model, sequence_group, world
         self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
         self._dp_index = world.along("dp").rank
         self._draws = TaggedDraws(draw_slices)
         self._dropout = RankDropout(self._draws, sequence_group.index, sequence_group.size)
         self._dropout_counter = AttentionDropoutCounter(seed, self._draws)
-        self._dry_run = CollectiveDryRun(skeleton, loss, self._spec, world)
+        self._check = check
         self._shard: TokenShard | None = None
-        self._ignored_indices: list[int] | None = None
-        """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
-        self.has_dry_run = False
 
     @property
     def ring_groups(self) -> Sequence[RingGroup]:
@@ -83,8 +79,7 @@ class SequenceParallel:
         length = sequence_length((inputs, targets))
         if problems := packed_problems(self._model, inputs):
             raise TaskError(problems, where="the batch")
-        if self._ignored_indices is not None:
-            self._check_even_targets(targets, length)
+        self._check_even_targets(targets, length)
         shard = self._shard = token_shards(self._spec, length)[self._sequence_group.index]
         real_tokens = shard.real_tokens
         local_targets = shard_tokens(targets, shard)
@@ -103,7 +98,8 @@ class SequenceParallel:
         )
 
     def _check_even_targets(self, targets: Any, length: int) -> None:
-        assert self._ignored_indices is not None
+        if (ignored_indices := self._check.ignored_indices) is None:
+            return
         problem, shards = self._spec.length_problem(length), token_shards(self._spec, length)
         lengths = "" if problem is None else problem.attempt
         num_samples = len(next(tree_leaves(targets)))
@@ -111,7 +107,7 @@ class SequenceParallel:
         for index in range(self._num_microbatches):
             samples = slice(*shard_range(0, num_samples, self._num_microbatches, index))
             part = tree_map(targets, lambda tensor, samples=samples: tensor[samples])
-            check_even_targets(part, shards, self._ignored_indices, lengths=lengths)
+            check_even_targets(part, shards, ignored_indices, lengths=lengths)
 
     @contextlib.contextmanager
     def distribute_attention(
@@ -146,21 +142,3 @@ class SequenceParallel:
             dropout=self._dropout_counter.next_dropout(call) if call.dropout_p else None,
             enable_gqa=call.enable_gqa,
         )
-
-    def dry_run(self, batch: Any, unsharded: contextlib.AbstractContextManager[None]) -> None:
-        """Show, on the first tokens of this batch, that the model can be sharded by tokens. Collective.
-
-        Within `unsharded` the model may be called. Raises TaskError, on every rank, if the model cannot be sharded.
-        """
-        inputs, targets = inputs_and_targets(batch)
-        length = sequence_length((inputs, targets))
-        outcome = self._dry_run.run(inputs, targets, digest=batch_digest(batch), unsharded=unsharded)
-        if outcome.ignored_indices is not None:
-            self._ignored_indices = outcome.ignored_indices
-        if self._ignored_indices is not None:
-            self._check_even_targets(targets, length)
-        self.has_dry_run = outcome.has_samples
-
-    def dry_run_batch(self, batch: Any) -> tuple[Any, Any]:
-        """The first samples and tokens of a batch, as many as the dry run takes."""
-        return self._dry_run.truncate(*inputs_and_targets(batch))

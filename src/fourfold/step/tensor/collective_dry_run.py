@@ -1,13 +1,8 @@
-"""Collective dry run of the tensor axis: before the first step, all ranks judge what each has found.
-
-Law: TaskError is raised on every rank or on none; an exception of a rank's own model is raised on that rank, and a
-TaskError on the others.
-"""
+"""The check of the tensor axis: all ranks judge what each has found where the model is cut (`dry_run.py`)."""
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +12,7 @@ from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import num_samples, shorten, unpack_batch
 from fourfold.step.dry_run.check_config import MemoryFit, find_memory_fit, fit_of_bytes
 from fourfold.step.dry_run.grad_hook_check import treats_parts_alike
-from fourfold.step.dry_run.loss_check import peer_failed, summarize_error
+from fourfold.step.dry_run.proof import Learned, Report, out_of_step_problem, raise_problems
 from fourfold.step.sequence.transformers import install_attention
 from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
 from fourfold.step.tensor.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
@@ -31,15 +26,19 @@ DRY_RUN_TOKENS = 256
 NUM_LARGEST = (
     4  # of the largest weight: random numbers of its size, in float64, become the weight, which has a gradient
 )
+WHERE = "the tensor rules"
 log = logging.getLogger("fourfold")
 
 
-class CollectiveTensorDryRun:
-    """The dry run of the tensor axis on all ranks. `world` lies on the plan's mesh; `draw_slices` learn from it.
+class TensorCheck:
+    """The check of the tensor axis. `world` lies on the plan's mesh; `draw_slices` learn from it.
 
     trained  the model whose weights have the user's hooks
     loss     None: it is not compared; nor is one that is compiled, or of a model with stages
     """
+
+    claim = "the tensor ranks together compute what the whole model does"
+    phase: str | None = "try out"
 
     def __init__(
         self,
@@ -55,35 +54,14 @@ class CollectiveTensorDryRun:
         self._trained, self._loss = trained, loss if trained is model and not is_compiled_function(loss) else None
         self._finished_modes: set[bool] = set()
 
-    @property
-    def is_needed(self) -> bool:
+    def is_needed(self, *, training: bool) -> bool:
         """Whether no batch has shown yet that the model is cut right; in training mode there may be dropout."""
         return not {self._model.training, True} & self._finished_modes
 
-    def run(self, batch: Any, unsharded: AbstractContextManager[None]) -> None:
-        """Compare the model that is cut with the whole one on a few samples of a batch. Collective.
-
-        Within `unsharded` the model may be called. Raises TaskError if the two differ.
-        """
-        has_samples, findings = num_samples(batch) > 0, Findings()
-        memory_fit = self._find_memory_fit()
-        with unsharded, self._attention():
-            # The tensor ranks of a place have the same samples, or all of them none.
-            if has_samples:
-                parts = _first_samples(unpack_batch(batch))
-                samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in parts]
-                dry_run = TensorDryRun(self._model, self._axis, self._world.device, self._loss)
-                findings = dry_run.run(samples, memory_fit)
-        if self._trained.training and not findings.problems and findings.error is None:
-            findings = findings._replace(problems=self._hook_problems())
-        reports = self._world.all_gather_json(self._report(findings, has_samples=has_samples))
-        if findings.error is not None:
-            raise findings.error
-        _complete_draws(reports)
-        self._judge(reports)
-        if any(report["has_samples"] for report in reports):
-            self._finished_modes.add(self._model.training)
-        self._learn_draws(reports)
+    def memory_fits(self) -> Sequence[bool]:
+        options: dict[str, Any] = {"num_local_ranks": self._world.world.local_size}
+        held = find_memory_fit(self._axis.structure, self._world.device, **options)
+        return [*held, *fit_of_bytes(*drawn_bytes(self._axis), self._world.device, **options)]
 
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:
@@ -94,6 +72,23 @@ class CollectiveTensorDryRun:
         with install_attention(self._model), install_attention(self._axis.structure):
             yield
 
+    def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
+        """Compare the model that is cut with the whole one on a few samples. Collective on the tensor ranks."""
+        # These have the same samples, or all of them none.
+        has_samples, findings = num_samples(batch) > 0, Findings()
+        if has_samples:
+            parts = _first_samples(unpack_batch(batch))
+            samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in parts]
+            dry_run = TensorDryRun(self._model, self._axis, self._world.device, self._loss)
+            with self._attention():
+                findings = dry_run.run(samples, TensorMemoryFit(MemoryFit(*fits[:2]), MemoryFit(*fits[2:])))
+        if findings.error is not None:
+            raise findings.error
+        if self._trained.training and not findings.problems:
+            findings = findings._replace(problems=self._hook_problems())
+        ranks = list(self._axis.ranks.ranks)
+        return {**findings._asdict(), "has_samples": has_samples, "tp_ranks": ranks}
+
     def _hook_problems(self) -> list[Problem]:
         shards, words = self._axis.shards, RuleProblems(self._model, self._axis)
         return [
@@ -102,34 +97,10 @@ class CollectiveTensorDryRun:
             if p.requires_grad and not shards[name].is_whole and not treats_parts_alike(p, shards[name])
         ]
 
-    def _learn_draws(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what the first rank at this place of the tensor axis has found that has compared something."""
-        index = self._axis.group.index
-        for rank, report in enumerate(reports):
-            if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
-                self._draw_slices.learn(report["draws"], training=self._model.training)
-                return
-
-    def _find_memory_fit(self) -> TensorMemoryFit:
-        """What fits into memory on every rank. Collective."""
-        options: dict[str, Any] = {"num_local_ranks": self._world.world.local_size}
-        held = find_memory_fit(self._axis.structure, self._world.device, **options)
-        drawn = fit_of_bytes(*drawn_bytes(self._axis), self._world.device, **options)
-        columns = zip(*self._world.all_gather_json([*held, *drawn]), strict=True)
-        all_fit = list(map(all, columns))
-        return TensorMemoryFit(MemoryFit(*all_fit[:2]), MemoryFit(*all_fit[2:]))
-
-    def _report(self, findings: Findings, *, has_samples: bool) -> dict[str, Any]:
-        error = None if findings.error is None else summarize_error(findings.error)
-        fields = findings._asdict() | {"error": error, "has_samples": has_samples}
-        return {**fields, "tp_ranks": list(self._axis.ranks.ranks)}
-
-    def _judge(self, reports: list[Mapping[str, Any]]) -> None:
-        """Raise TaskError for what any rank has found; log what could not be compared."""
-        for rank, report in enumerate(reports):
-            if report["error"] is not None:
-                raise peer_failed(rank, report["error"])
-        problems = [Problem(*problem) for report in reports for problem in report["problems"]]
+    def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
+        _complete_draws(reports)
+        raise_problems(reports, WHERE)
+        problems = list[Problem]()
         groups = sorted({tuple(report["tp_ranks"]) for report in reports})
         words = RuleProblems(self._model, self._axis)
         for group in groups:
@@ -140,13 +111,22 @@ class CollectiveTensorDryRun:
                 problem = slices_mismatch([report["draws"] for report in mine])
                 problems += [problem] if problem is not None else []
         if not problems and any(report["out_of_step"] for report in reports):
-            got = "tensor ranks that sum different tensors in one forward or backward"
-            problems = [Problem(got, "a model that computes the same on each of them", "no branches by rank")]
+            problems = [out_of_step_problem()]
         if problems:
-            raise TaskError(list(dict.fromkeys(problems)), where="the tensor rules")
+            raise TaskError(list(dict.fromkeys(problems)), where=WHERE)
         self._warn(reports)
+        if not any(report["has_samples"] for report in reports):
+            return None
+        return {"training": self._model.training, "draws": [_draws_at(reports, i) for i in range(len(groups[0]))]}
 
-    def _warn(self, reports: list[Mapping[str, Any]]) -> None:
+    def learn(self, learned: Learned, batch: Any) -> None:
+        self._finished_modes.add(learned["training"])
+        draws = learned["draws"][self._axis.group.index]
+        if draws is not None:
+            found = [FoundDraw.from_json(*each) for each in draws]
+            self._draw_slices.learn(found, training=learned["training"])
+
+    def _warn(self, reports: Sequence[Report]) -> None:
         if self._world.rank:
             return
         size = self._axis.group.size
@@ -158,7 +138,15 @@ class CollectiveTensorDryRun:
             log.warning("the dry run of tp = %d did not compare the loss, which failed: %s", size, reason)
 
 
-def _complete_draws(reports: Sequence[dict[str, Any]]) -> None:
+def _draws_at(reports: Sequence[Report], index: int) -> list[FoundDraw] | None:
+    """What the first rank at a place of the tensor axis has found that has compared something; None: none has."""
+    for rank, report in enumerate(reports):
+        if report["tp_ranks"][index] == rank and report["has_samples"] and not report["unavailable"]:
+            return report["draws"]
+    return None
+
+
+def _complete_draws(reports: Sequence[Report]) -> None:
     """Put the draws that the ranks have found in place of the lists that they have sent."""
     for group in {tuple(report["tp_ranks"]) for report in reports}:
         mine = [reports[rank] for rank in group]

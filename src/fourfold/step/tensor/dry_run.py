@@ -27,8 +27,8 @@ from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.dry_run.grad_projections import NOISE_FLOOR
-from fourfold.step.dry_run.loss_check import summarize_error
 from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.dry_run.proof import summarize_error
 from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random_tiled
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor.draw_slices import FoundDraw

@@ -1,0 +1,147 @@
+"""Laws of the proof: a run that goes on computes nothing that its state has shown already, and no more is believed."""
+
+import functools
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fourfold.checkpoint.checkpoints import Checkpoints
+from fourfold.plan.plan import Plan
+from fourfold.step.dry_run import proof
+from fourfold.step.dry_run.proof import Proof
+from fourfold.step.train_step import TrainStep
+from fourfold.tasks import lm
+from fourfold.testing import threads
+from tests.cases import SEED_LOCK
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """The claims of the checks that some rank has made."""
+    make, claims = Proof._make, list[str]()
+
+    def recorded(self, check, batch, **options):
+        claims.append(check.claim)
+        make(self, check, batch, **options)
+
+    monkeypatch.setattr(Proof, "_make", recorded)
+    return claims
+
+
+def build(comm: Any, plan: Plan, *, loss: Any = lm.loss) -> TrainStep:
+    with SEED_LOCK:
+        torch.manual_seed(0)
+        model = lm.LanguageModel(width=16, layers=2, heads=2, kv_heads=2).double()
+    return TrainStep(model, loss, sgd, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
+
+
+def tokens(step: TrainStep) -> Any:
+    inputs = torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(2))
+    rows = slice(step.dp_index * 8 // step.plan.dp, (step.dp_index + 1) * 8 // step.plan.dp)
+    positions = torch.arange(16).expand(8, 16)
+    return {"tokens": inputs[rows], "positions": positions[rows]}, inputs.roll(-1, 1)[rows]
+
+
+MESHES = [{"dp": 2}, {"dp": 2, "zero": 3}, {"sp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "sp": 2, "microbatches": 2}]
+
+
+@pytest.mark.parametrize("fields", MESHES, ids=str)
+def test_a_run_that_goes_on_makes_no_check_again(fields, made, tmp_path):
+    plan = Plan(**fields)
+
+    def begin(comm):
+        step = build(comm, plan)
+        step(tokens(step))
+        Checkpoints(tmp_path, step).save()
+        step(tokens(step))
+        return [weight.clone() for _, weight in step.named_weights()]
+
+    def go_on(comm):
+        step = build(comm, plan)
+        assert Checkpoints(tmp_path, step).load()
+        step(tokens(step))
+        return [weight.clone() for _, weight in step.named_weights()]
+
+    size = plan.dp * plan.sp * plan.tp
+    (expected, *_) = threads.run(size, begin)
+    assert made
+    made.clear()
+    (found, *_) = threads.run(size, go_on)
+    assert not made
+    assert all(map(torch.equal, found, expected))
+
+
+def other_loss(outputs: Any, targets: Any) -> Tensor:
+    return lm.loss(outputs, targets)
+
+
+class OtherHead(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def with_other_class(step: TrainStep) -> None:
+    step.model.head.__class__ = OtherHead
+
+
+def with_hook(step: TrainStep) -> None:
+    step.model.blocks[0].register_forward_hook(lambda module, args, output: output)
+
+
+def with_setting(step: TrainStep) -> None:
+    step.model.scale = 2.0
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "another plan": {"plan": Plan(dp=2, microbatches=2)},
+    "another loss": {"loss": other_loss},
+    "another class": {"change": with_other_class},
+    "a hook": {"change": with_hook},
+    "a setting": {"change": with_setting},
+    "a batch with other dtypes": {"dtype": torch.int32},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_was_shown_of_another_task_is_not_believed(what, made):
+    def begin(comm):
+        step = build(comm, Plan(dp=2))
+        step(tokens(step))
+        return json.loads(json.dumps(step.state_dict()["record"]))
+
+    def go_on(comm, *, plan=Plan(dp=2), loss=lm.loss, change=lambda step: None, dtype=torch.int64):  # noqa: B008
+        step = build(comm, plan, loss=loss)
+        change(step)
+        step.load_state_dict({**step.state_dict(), "record": record})
+        inputs, targets = tokens(step)
+        step(({**inputs, "positions": inputs["positions"].to(dtype)}, targets))
+
+    record, _ = threads.run(2, begin)
+    made.clear()
+    threads.run(2, lambda comm: go_on(comm, **CHANGES[what]))
+    assert bool(made) == (what != "nothing")
+
+
+def test_a_check_that_takes_long_says_what_it_checks(monkeypatch, capsys):
+    monkeypatch.setattr(proof, "QUIET_SECONDS", 0.05)
+    make = Proof._make
+
+    def slow(self, *args, **options):
+        time.sleep(0.2)
+        make(self, *args, **options)
+
+    monkeypatch.setattr(Proof, "_make", slow)
+
+    def body(comm):
+        step = build(comm, Plan(dp=2))
+        step.dry_run(tokens(step), training=True)
+
+    threads.run(2, body)
+    assert capsys.readouterr().err.startswith("fourfold: before the first step: checking that the loss, and what a")
