@@ -126,7 +126,7 @@ def losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
 
 
-def _bytes(batch_size: int, generator: torch.Generator) -> Batch:
+def draw_bytes(batch_size: int, generator: torch.Generator) -> Batch:
     text_BL = torch.randint(0, VOCABULARY, (batch_size, LENGTH + 1), generator=generator)
     return text_BL[:, :-1].contiguous(), text_BL[:, 1:].contiguous()
 
@@ -136,7 +136,7 @@ def _images(batch_size: int, generator: torch.Generator) -> Batch:
     return images, torch.randint(0, CLASSES, (batch_size,), generator=generator)
 
 
-def _vectors(batch_size: int, generator: torch.Generator) -> Batch:
+def draw_vectors(batch_size: int, generator: torch.Generator) -> Batch:
     x_BD = torch.randn(batch_size, 3072, generator=generator)
     return x_BD, torch.randint(0, CLASSES, (batch_size,), generator=generator)
 
@@ -160,8 +160,8 @@ class Case:
 
 
 CASES = {
-    "gpt1": Case(model=GPT, draw_batch=_bytes, batch_size=1, lr=3e-4),
-    "gpt8": Case(model=GPT, draw_batch=_bytes, batch_size=8, lr=3e-4),
+    "gpt1": Case(model=GPT, draw_batch=draw_bytes, batch_size=1, lr=3e-4),
+    "gpt8": Case(model=GPT, draw_batch=draw_bytes, batch_size=8, lr=3e-4),
     "cnn": Case(model=CNN, draw_batch=_images, batch_size=16, lr=3e-4),
-    "mlp": Case(model=MLP, draw_batch=_vectors, batch_size=8, lr=1e-4),
+    "mlp": Case(model=MLP, draw_batch=draw_vectors, batch_size=8, lr=1e-4),
 }

@@ -81,10 +81,10 @@ def test_a_straggler_is_reported_once_with_the_phase_it_is_slow_in():
 
 
 def test_straggler_detection_communicates_once_per_window():
-    # The other exchanges are those of the first step: its dry run (three), its weights, the nominal count and the
+    # The other exchanges are those of the first step: its checks (four), its weights, the nominal count and the
     # launch order.
     for _, exchanges in threads.run(2, body):
-        assert exchanges == 2 + 6
+        assert exchanges == 2 + 7
 
 
 def test_busy_seconds_have_no_part_in_which_this_thread_waited_or_others_had_the_processor(monkeypatch):
