@@ -312,4 +312,5 @@ def test_the_loss_is_checked_with_few_tokens_or_with_all_where_a_model_needs_the
 
     threads.run(1, body)
     whole = {512} if is_fixed else set()
-    assert lengths == {torch.float32: {64} | whole, torch.float64: {48} | whole}
+    few = {48, 64} if is_fixed else {64}  # the model fails with few in float64, so they are tried in float32 too
+    assert lengths == {torch.float32: few | whole, torch.float64: {48} | whole}
