@@ -30,7 +30,7 @@ from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.trainer import stragglers
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.errors import DivergenceError, PeerError, PlanError
+from fourfold.words.errors import DivergenceError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module
 from tests.cases import Case
@@ -357,12 +357,14 @@ def build_others() -> list[str]:
     return messages
 
 
-def goes_on_after_an_error(plan: dict[str, Any], folder: str) -> str:
-    """The error of a rank's step, where rank 1's loss fails. The process of rank 1 goes on until rank 0 has its own."""
-    fails, noticed = list[bool](), Path(folder) / f"{'-'.join(map(str, plan.values()))}.noticed"
+def goes_on_after_an_error(plan: dict[str, Any], folder: str, what: str) -> str:
+    """The error of a rank's step, where rank 1's loss fails, or its batch is none. The process of rank 1 goes on until
+    rank 0 has its own.
+    """
+    fails, noticed = list[bool](), Path(folder) / f"{'-'.join(map(str, [what, *plan.values()]))}.noticed"
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if fails and dist.get_rank() == 1:
+        if any(fails) and dist.get_rank() == 1:
             raise ValueError("the loss of rank 1")
         return nn.functional.mse_loss(outputs, targets)
 
@@ -370,10 +372,10 @@ def goes_on_after_an_error(plan: dict[str, Any], folder: str) -> str:
     step = ff.parallelize(model, loss, functools.partial(torch.optim.SGD, lr=0.1), ff.Plan(**plan))
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank() * (step.plan.pp == 1)))
     step((rows, rows))
-    fails.append(True)
+    fails.append(what == "loss")
     try:
-        step((rows, rows))
-    except (ValueError, PeerError) as error:
+        step((rows,) if what == "batch" and dist.get_rank() == 1 else (rows, rows))
+    except (ValueError, FourfoldError) as error:
         message = str(error)
     else:
         message = "no error"

@@ -48,11 +48,13 @@ class CollectiveCalls:
         self.checker.check_same()
 
     def raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
-        """Raise this rank's error, and DivergenceError on the ranks that do not have it."""
+        """Raise this rank's error, and DivergenceError on the ranks that do not have it; on other stages PeerError."""
         self.checker.begin(call)
         try:
             self.checker.check_same()
         except DivergenceError as divergence:
+            if self.world.along("pp").size > 1:
+                self.world.leave()  # other stages may wait for this one where they compare batches
             raise error from divergence
         raise error
 

@@ -17,7 +17,7 @@ from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
-from fourfold.step.batch import NO_SAMPLES, Microbatch
+from fourfold.step.batch import NO_SAMPLES, Microbatch, num_samples
 from fourfold.step.call_notes import noting_batch
 from fourfold.step.executor import Executor
 from fourfold.step.loss_sum import Loss
@@ -62,15 +62,12 @@ class StepRunner:
         batch, problem = self.begin_step(batch)
         loss_scale = self._parts.loss_scale.reported
         number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
-        with self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples) as microbatches:
+        layout = self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples)
+        with self._leaving_after_error(), layout as microbatches:
             nominal = self._programs.nominal_count
             request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
             step = StepState(self._parts, request)
-            try:
-                self.executor.train(self._programs.of_step(number), step)
-            except BaseException:
-                self._calls.world.leave()  # the others may wait for what this step would have sent
-                raise
+            self.executor.train(self._programs.of_step(number), step)
         step = self._assembly.timing.ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)
@@ -90,14 +87,31 @@ class StepRunner:
             data_seconds=data_seconds,
         )
 
+    @contextlib.contextmanager
+    def _leaving_after_error(self) -> Iterator[None]:
+        """Within, this rank ends with an error for the others too: they may wait for what it would have sent."""
+        try:
+            yield
+        except BaseException:
+            self._calls.world.leave()
+            raise
+
     def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
         """Compare what ranks begin a step with. Returns the batch, without samples if ranks differ. Collective."""
+        self._check_batch(f"step {self._calls.num_steps + 1}", batch)
         has_pending = self._assembly.timing.has_pending
         self._checks.before_step(batch, compares_all=not self._programs.has_record, has_pending_updates=has_pending)
         batch, problem = self._assembly.batches.compare(batch)
         self.dry_run(batch, training=True)
         self._checks.save_buffers()
         return batch, problem
+
+    def _check_batch(self, call: str, batch: Any) -> None:
+        """Raise TaskError for what is no batch, and DivergenceError on the ranks that have one."""
+        try:
+            num_samples(batch)
+        except TaskError as error:
+            self._calls.raise_after_mismatch(f"{call}, whose batch is refused", error)
 
     def _gather_damaged(self, totals: StepTotals, own: Sequence[DamagedRecord]) -> tuple[DamagedRecord, ...]:
         """The damaged samples of the global batch, the same on every rank. Collective if there is one."""
@@ -142,11 +156,12 @@ class StepRunner:
         """See `TrainStep.evaluate`."""
         begin, meter = time.perf_counter(), self._parts.meter
         waited, damaged = meter.waiting_seconds, getattr(batch, "damaged", ())
+        self._check_batch(f"evaluate() after step {self._calls.num_steps}", batch)
         self._checks.before_evaluation("evaluate()", getattr(batch, "samples", None))
         self._assembly.timing.flush()
         batch, problem = self._assembly.batches.compare(batch)
         self.dry_run(batch)
-        with self._microbatch(batch) as part, eval_mode(self.model):
+        with self._leaving_after_error(), self._microbatch(batch) as part, eval_mode(self.model):
             request = StepRequest([part], batch_mismatch=problem, damaged=damaged)
             step = StepState(self._parts, request)
             self.executor.evaluate(self._programs.evaluation, step)
@@ -188,7 +203,8 @@ class StepRunner:
         batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
         if problem is not None:
             raise TaskError(problem, where="the batch")
-        with contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch) as part:
+        layout = contextlib.nullcontext(NO_SAMPLES) if batch is None else self._microbatch(batch)
+        with self._leaving_after_error(), layout as part:
             step = StepState(self._parts, StepRequest([part]))
             self.executor.evaluate(self._programs.forward_only, step)
         self._learn_use_orders()
@@ -209,7 +225,8 @@ class StepRunner:
         self._assembly.pipeline.check_same_inputs(inputs)
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))
-        self.executor.infer(self._programs.inference, step)
+        with self._leaving_after_error():
+            self.executor.infer(self._programs.inference, step)
         learn = functools.partial(self._assembly.stages.learn_outputs, inputs)
         return self._assembly.pipeline.last_outputs(step.outputs.get(0), learn)
 
