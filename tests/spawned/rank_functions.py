@@ -30,7 +30,7 @@ from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.trainer import stragglers
 from fourfold.trainer.tracer import Tracer
-from fourfold.words.errors import DivergenceError, PlanError
+from fourfold.words.errors import DivergenceError, FourfoldError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module
 from tests.cases import Case

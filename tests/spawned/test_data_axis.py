@@ -182,8 +182,11 @@ ENDED = "ended its step with an error while rank 0 waited for it"
 
 @pytest.mark.parametrize(
     ("plan", "what", "noticed"),
-    [(SHARED, "loss", ENDED), (GLOO, "loss", ENDED), (STAGES, "loss", ENDED)]
-    + [(SHARED, "batch", "rank 1 is at step 2, whose batch is refused"), (STAGES, "batch", ENDED)],
+    [
+        *((plan, "loss", ENDED) for plan in (SHARED, GLOO, STAGES)),
+        (SHARED, "batch", "rank 1 is at step 2, whose batch is refused"),
+        (STAGES, "batch", ENDED),
+    ],
 )
 def test_a_rank_whose_step_fails_is_not_waited_for_though_its_process_goes_on(world, plan, what, noticed, tmp_path):
     case = f"{CASES}:goes_on_after_an_error"
