@@ -166,7 +166,7 @@ def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_split(kind, pl
 def test_a_hook_that_scales_or_masks_is_trained(kind, dtype):
     model = hooked(SCALED[kind], dtype)
     state = torch.get_rng_state()
-    assert not hook_problems(model, 2)
+    assert not hook_problems(dict(model.named_parameters()), 2)
     assert torch.equal(state, torch.get_rng_state())
     if dtype == torch.float64:
         threads.run(2, lambda comm: step(comm, hooked(SCALED[kind]), PLANS[1]))

@@ -82,6 +82,11 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+def full_backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that `module.register_full_backward_hook` has registered."""
+    return list(module._backward_hooks.values()) if module._is_full_backward_hook else []
+
+
 def post_accumulate_hooks(parameter: Tensor) -> OrderedDict[int, Callable[[Tensor], None]] | None:
     """The hooks of `register_post_accumulate_grad_hook` by handle id; None before the first one."""
     return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]

@@ -89,6 +89,7 @@ def pipeline_stage(
             with gates.closed(received, dry_run.carried_by(gates.stage)):
                 return objective.forward(model, part)
         except StageEnd as end:
+            gates.keep_for_backward(end.message)
             return StageOutput(end.message, [])
         except StandInUsed as used:
             raise _unknown(gates.stage, used) from None
@@ -99,7 +100,8 @@ def pipeline_stage(
             return infer(part, received)
 
     def backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
-        _backward(statistics, outputs, upstream)
+        with gates.in_backward():
+            _backward(statistics, outputs, upstream)
         gates.end_tokens()
 
     def evaluate_empty() -> None:
@@ -151,6 +153,7 @@ def _loss_of_stage(objective: Objective, gates: Gates, output: StageOutput, part
             raise StandInUsed(missing, place="")
     except StandInUsed as used:
         raise _unknown(gates.stage, used) from None
+    gates.keep_for_backward([loss.total])
     return loss
 
 

@@ -94,7 +94,7 @@ class ForwardCheck:
         self.shown, self.comparison.compared_batch = None, None
         self._weight_check.reset()
         with task.in_check(), explain_transform_errors():
-            if training and (problems := hook_problems(task.model, task.split.num_parts)):
+            if training and (problems := hook_problems(self._weight_check.trained, task.split.num_parts)):
                 report["problems"] = problems
             elif not is_empty and task.objective.is_model_loss and is_compiled(task.model):
                 attempt = "compiling parts of the model: model.model = torch.compile(model.model)"

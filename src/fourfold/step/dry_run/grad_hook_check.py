@@ -5,7 +5,7 @@ Law: if a batch is split into parts, a hook of `Tensor.register_hook` that is no
 refused. It would change the gradient of each part (clamp or normalize it, for example), and not their sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}
 SEED = 13
 
 
-def hook_problems(model: nn.Module, num_parts: int) -> list[Problem]:
+def hook_problems(trained: Mapping[str, nn.Parameter], num_parts: int) -> list[Problem]:
     """What is wrong with the hooks of the trained parameters, if a batch is split into so many parts."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad and not _is_additive(p)]
+    names = [name for name, p in trained.items() if not _is_additive(p)]
     if not names:
         return []
     got = f"a hook of {format_names(names)} that is not additive: hook(a + b) differs from hook(a) + hook(b);"

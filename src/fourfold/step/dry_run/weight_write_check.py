@@ -5,7 +5,9 @@ untracked  a write without a torch function: it cannot be undone
 Law: writes that pass this check are still compared between samples and numbers of forwards (`forward_comparison.py`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+from torch import nn
 
 from fourfold.plan.check import ReadOnlyReason
 from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
@@ -24,6 +26,11 @@ class WeightWriteCheck:
         self.counts_renorms = num_ranks > 1 or read_only_reason is not None
         """Whether a lookup in an embedding that shortens rows (`max_norm`) counts as a write."""
         self.reset()
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters that this rank has, by name."""
+        return self._weights.trainable
 
     @property
     def trained_names(self) -> Collection[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
-from fourfold.parts.torch_private import own_parameters
+from fourfold.parts.torch_private import full_backward_hooks, own_parameters
 from fourfold.step.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.dry_run.proof import Learned, Report, out_of_step_problem, raise_problems
@@ -190,6 +190,11 @@ class PipelineCheck:
 
     def _order_problems(self, calls: list[str]) -> list[Problem]:
         chain = self._divided.stages.chain
+        for name, module in self._divided.model.named_modules():
+            if name and chain.blocks[0].startswith(f"{name}.") and full_backward_hooks(module):
+                got = f"a full backward hook of {name}, whose forward several stages share"
+                need = "such hooks of the model itself, and of modules that one stage has"
+                return [Problem(got, need, f"hooks of {chain.blocks[0]} and {chain.blocks[-1]}, or pp = 1")]
         called = [name for name in calls if name in chain.blocks]
         if called != list(chain.blocks):
             wrong = next((name for name in chain.blocks if called.count(name) != 1), None)

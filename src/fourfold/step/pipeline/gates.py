@@ -13,7 +13,7 @@ The forward runs as the user wrote it. After its last block a stage leaves it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.torch_private import own_parameters
+from fourfold.step.pipeline.backward_hooks import hooks_inside, without_hooks
 from fourfold.step.pipeline.knowledge import Knowledge, is_of
+from fourfold.step.pipeline.replaced import Replacements, attribute_of, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, UnknownValue, sources_of
 from fourfold.step.pipeline.values import (
     TENSOR,
@@ -98,8 +100,9 @@ class Gates:
         """The metadata of the last message that was received."""
         self._sent_metadata: Known = {}
         """The metadata of the last message that was sent."""
-        self._shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._shown: Replacements = []
         """Weights and attributes of other stages as they are in the last forward: where, and what."""
+        self._in_backward = contextlib.ExitStack()
 
     def set_metadata(self, known: Known) -> None:
         """Give the metadata to a stage that gets no messages."""
@@ -141,10 +144,8 @@ class Gates:
             hook = functools.partial(lambda name, module, args, output: keep(name, output), name)
             # Before the user's hooks: these run on later stages too, where the gate returns what is sent.
             hooks.append(self._model.get_submodule(name).register_forward_hook(hook, prepend=True))
-        modules = {name: vars(self._model.get_submodule(name)) for name in self._replaced}
-        gates = [(module, "forward", self._gate(name, given, calls)) for name, module in modules.items()]
         try:
-            with replaced(gates), self.shown():
+            with replaced(self._gates(given, calls)), self.shown():
                 yield
         finally:
             self.end_tokens()
@@ -155,6 +156,26 @@ class Gates:
     def shown(self) -> Iterator[None]:
         """Within, weights and attributes of other stages are those of the last forward, or stand-ins."""
         with replaced(self._shown):
+            yield
+
+    # ---- backward: what a checkpoint computes again reads what its first forward read -----------------------------
+
+    def keep_for_backward(self, roots: Iterable[Tensor]) -> None:
+        """Keep what is shown, and the attributes of this stage's modules, for the backward that begins with these."""
+        attributes = [each for name in self._own for each in self._attributes(name)]
+        kept = [*self._shown, *(attribute_of(self._model, each) for each in attributes)]
+
+        def show(_: Tensor) -> None:
+            self._in_backward.enter_context(replaced(kept))
+
+        for root in roots:
+            if kept and root.requires_grad:
+                root.register_hook(show)
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around a backward: in it, attributes are as its microbatch has left them."""
+        with contextlib.ExitStack() as self._in_backward:
             yield
 
     # ---- what comes in ------------------------------------------------------------------------------------------
@@ -194,6 +215,15 @@ class Gates:
             leaves = [self._stand_in(source, each) for each in self._known[source]]
         return form.build(iter(leaves))
 
+    def _gates(self, given: Mapping[Source, Sequence[Any]], calls: dict[str, int]) -> Replacements:
+        """What is another one within: forwards, and the backward hooks around them."""
+        own = [self._model.get_submodule(name) for name in self._own]
+        gates = [each for module in own for each in hooks_inside(module)]
+        for name in self._replaced:
+            module = self._model.get_submodule(name)
+            gates += [(vars(module), "forward", self._gate(name, given, calls)), *without_hooks(module)]
+        return gates
+
     def _gate(self, name: str, given: Mapping[Source, Sequence[Any]], calls: dict[str, int]) -> Callable[..., Any]:
         """What a module of an earlier stage does in place of its forward."""
 
@@ -207,32 +237,33 @@ class Gates:
 
         return gate
 
-    def _show(self, given: Mapping[Source, Sequence[Any]]) -> list[tuple[MutableMapping[str, Any], str, Any]]:
-        shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+    def _show(self, given: Mapping[Source, Sequence[Any]]) -> Replacements:
+        shown: Replacements = []
         for source, weight in self._weights.items():
-            path, _, key = source.name.rpartition(".")
-            module, (value,) = self._model.get_submodule(path), given.get(source, [weight])
+            module, (value,) = self._model.get_submodule(source.module), given.get(source, [weight])
             is_around = source.name in self.chain.own  # the forward of the module around the chain reads it
-            shown.append((vars(module) if is_around else own_parameters(module), key, value))
+            shown.append((vars(module) if is_around else own_parameters(module), source.key, value))
         for source in self._learned.attributes:
             if self._learned.is_in_front(self.stage, source):
-                path, _, key = source.name.rpartition(".")
                 is_known = source in self._known and source in self._learned.forms  # or other ranks' samples wrote it
                 value = self._filled(source, given.get(source)) if is_known else UnknownValue(source)
-                shown.append((vars(self._model.get_submodule(path)), key, value))
+                shown.append((vars(self._model.get_submodule(source.module)), source.key, value))
         return shown
 
     # ---- what goes out ------------------------------------------------------------------------------------------
 
     def _values(self, name: str, output: Any, calls: dict[str, int]) -> Iterator[tuple[Source, Any]]:
         """What a module of this stage keeps and returns."""
-        for source in self._learned.attributes:
-            path, _, key = source.name.rpartition(".")
-            if is_of(source, name) and key in (attributes := vars(self._model.get_submodule(path))):
-                yield source, attributes[key]
+        for source in self._attributes(name):
+            yield source, attribute_of(self._model, source)[-1]
         index = calls.get(name, 0)
         calls[name] = index + 1
         yield Source(OUTPUT, name, index), output
+
+    def _attributes(self, name: str) -> list[Source]:
+        """Those that a module, or one inside it, has."""
+        of_module = [source for source in self._learned.attributes if is_of(source, name)]
+        return [each for each in of_module if each.key in vars(self._model.get_submodule(each.module))]
 
     def _own_weights(self, carried: Collection[Source]) -> dict[Source, list[Tensor]]:
         named = dict(self._model.named_parameters())
@@ -269,22 +300,6 @@ class Gates:
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""
         self._residual.region.end_tokens()
-
-
-@contextlib.contextmanager
-def replaced(values: Sequence[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
-    """Within, these dicts have these values under these keys."""
-    before = [(place, key, place.get(key), key in place) for place, key, _ in values]
-    for place, key, value in values:
-        place[key] = value
-    try:
-        yield
-    finally:
-        for place, key, value, was_there in reversed(before):
-            if was_there:
-                place[key] = value
-            else:
-                place.pop(key, None)
 
 
 class _Received(torch.autograd.Function):

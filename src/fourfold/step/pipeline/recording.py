@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.checkpoints import current_checkpoint
+from fourfold.step.pipeline.backward_hooks import hooks_inside
 from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import ATTRIBUTE, OUTPUT, WEIGHT, Source
 from fourfold.step.pipeline.values import Described, describe, take_apart, tensors_among
 
@@ -29,6 +31,7 @@ class Recording:
     calls       the modules in the order of their calls
     attributes  of modules, that the run has written
     checkpoints by module: the call of the checkpoint that it ran in
+    kept        the attributes as the run has left them: where, and what
     """
 
     leaves: dict[Source, list[Any]] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class Recording:
     calls: list[str] = field(default_factory=list)
     attributes: set[Source] = field(default_factory=set)
     checkpoints: dict[str, FrameType | None] = field(default_factory=dict)
+    kept: Replacements = field(default_factory=list)
 
 
 class Recorder:
@@ -53,13 +57,11 @@ class Recorder:
         self._skeleton, self._known, self._trained, self._own = skeleton, known, trained, own
         self._is_trained = self._is_on = False
         self._recording = Recording(attributes=set(known.attributes))
-        self._before = {
-            each: {key: _contents(value) for key, value in vars(each).items()} for each in skeleton.modules()
-        }
+        self._before: dict[nn.Module, dict[str, list[Any]]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recording]:
-        hooks, chain = [], self._known.stages.chain
+        hooks, inside, chain = [], Replacements(), self._known.stages.chain
         for name in (*chain.before, *chain.blocks):
 
             def record(module: nn.Module, args: Any, output: Any, name: str = name) -> Any:
@@ -67,12 +69,21 @@ class Recorder:
 
             # The user's hooks get what is recorded: they run on each stage, as those of its own modules do.
             hooks.append(self._skeleton.get_submodule(name).register_forward_hook(record, prepend=True))
+            inside += hooks_inside(self._skeleton.get_submodule(name))
         self._is_on = True  # not in the second forward of a checkpoint
         for name in chain.own:
             source, weight = Source(WEIGHT, name), self._skeleton.get_parameter(name)
             self._recording.leaves[source], self._recording.described[source] = [weight], (describe(weight),)
         try:
-            yield self._recording
+            with replaced(inside):
+                self._before = {
+                    each: {key: _contents(value) for key, value in vars(each).items()}
+                    for each in self._skeleton.modules()
+                }
+                yield self._recording
+            written = self._recording.attributes
+            places = [(vars(self._skeleton.get_submodule(each.module)), each.key) for each in written]
+            self._recording.kept = [(place, key, place[key]) for place, key in places if key in place]
         finally:
             self._is_on = False
             for hook in hooks:

@@ -5,7 +5,7 @@ behind it, it has the recorded gradients of what it received and of its weights.
 """
 
 import contextlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ from fourfold.step.dry_run.proof import summarize_error
 from fourfold.step.model_call import call_model
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.chain import StageMap
-from fourfold.step.pipeline.gates import Carried, Gates, StageEnd, replaced
+from fourfold.step.pipeline.gates import Carried, Gates, StageEnd
 from fourfold.step.pipeline.knowledge import Knowledge, is_of
 from fourfold.step.pipeline.recording import Recording
 from fourfold.step.pipeline.reentrant import ReentrantCheck
+from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
 from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches
@@ -60,7 +61,7 @@ class DividedModel(NamedTuple):
         state = {name: named[name] for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = dict(self.skeleton.named_buffers())
         state |= {name: buffers[name].detach().clone() for name, _ in model.named_buffers()}
-        copies: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        copies: Replacements = []
         for alias in aliases_of(self.stages.ties):  # which are in no list of parameters
             path, _, key = alias.rpartition(".")
             attributes = vars(model.get_submodule(path))
@@ -71,7 +72,7 @@ class DividedModel(NamedTuple):
 
     def shown_whole(self) -> AbstractContextManager[None]:
         """Within, the real model has the weights, buffers and attributes of the skeleton: a loss may read them."""
-        shown: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        shown: Replacements = []
         for module, like in zip(self.model.modules(), self.skeleton.modules(), strict=True):
             for key, value in {**own_parameters(like), **own_buffers(like)}.items():
                 places = (own_parameters(module), own_buffers(module), vars(module))
@@ -181,6 +182,7 @@ class Rehearsal:
                     with gates.closed([*received, torch.empty(0)], carried):
                         returned = call_model(model, self._part.inputs)
                 except StageEnd as end:
+                    gates.keep_for_backward(end.outputs)
                     return end.outputs, []
                 with gates.shown():
                     losses = list(tree_leaves(divided.objective.raw_loss(returned, self._part)))
@@ -192,6 +194,7 @@ class Rehearsal:
             raise TaskError(problem, where="the pipeline") from error
         if missing := sources_of(losses):
             raise StandInUsed(missing, place="")
+        gates.keep_for_backward(losses)
         return tensors_among(take_apart(without_caches(returned))[1]), losses
 
     def _note_late_buffers(self) -> None:
@@ -219,10 +222,10 @@ class Rehearsal:
             upstream = [_numbers(each) for each in outputs]
             raw = tensors_among(recorded.raw.get(self._exit, recorded.leaves[self._exit]))
             roots, expected = list(zip(outputs, upstream, strict=True)), list(zip(raw, upstream, strict=True))
-        with _new_gradients([*received, *own]):
+        with _new_gradients([*received, *own]), self._gates.in_backward():
             _backward(roots)
             got = [each.grad for each in (*received, *own)]
-        with _new_gradients([*leaves, *own]), divided.computing(divided.skeleton):
+        with _new_gradients([*leaves, *own]), divided.computing(divided.skeleton), replaced(recorded.kept):
             self._backward_recorded(expected)
             wanted = [each.grad for each in (*origins, *own)]
         return all(map(_is_close_gradient, got, wanted))

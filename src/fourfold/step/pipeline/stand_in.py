@@ -51,6 +51,15 @@ class Source(NamedTuple):
     name: str
     call: int = 0
 
+    @property
+    def module(self) -> str:
+        """The module of an attribute or a weight; `key` is its name there."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def key(self) -> str:
+        return self.name.rpartition(".")[2]
+
     def __str__(self) -> str:
         if self.kind == OUTPUT:
             return f"what {self.name} returned" + (f" in its call {self.call + 1}" if self.call else "")

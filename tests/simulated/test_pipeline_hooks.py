@@ -1,0 +1,113 @@
+"""Hooks and attributes in the backward of a divided model: as on one device, or refused by name."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.plan.plan import Plan
+from fourfold.step.train_step import TrainStep
+from fourfold.testing import threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.words.errors import TaskError
+from tests.simulated.test_pipeline_values import Block, Net, alone, batches, cross_entropy, divided, made
+
+
+class Sharing(Block):
+    """Reads what the first block of its stage, or of an earlier one, has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.source = torch.zeros(()), list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x / 2
+        return super().forward(x + sum(block.kept for block in self.source) / 4)
+
+
+class Shared(Net):
+    block = Sharing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].source, self.blocks[3].source = [self.blocks[0]], [self.blocks[0], self.blocks[2]]
+
+
+class Checkpointing(Shared):
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Hooked(Net):
+    """Hooks of all blocks change gradients, and need those of inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2 + outputs[0] / 4,))
+            block.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] / 3,))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Around(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Inner()
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Normalized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    (Shared, {"pp": 2, "microbatches": 3, "recompute": "full"}),
+    (Shared, INTERLEAVED | {"recompute": "full"}),
+    (Checkpointing, {"pp": 2, "microbatches": 3}),
+    (Hooked, {"pp": 2, "microbatches": 2, "recompute": "full"}),
+    (Hooked, INTERLEAVED),
+], ids=str)  # fmt: skip
+def test_backward_is_that_of_one_device(kind, fields):
+    expected = alone(kind)
+    for got in threads.run(fields["pp"], functools.partial(divided, kind, fields)):
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        for name, wanted in expected.state.items():
+            torch.testing.assert_close(got.state[name], wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "microbatches", "got"), [
+    (Around, 1, r"a full backward hook of blocks, whose forward several stages share"),
+    (Normalized, 2, r"a hook of blocks\.0\.up\.weight, blocks\.1\.up\.weight that is not additive"),
+])  # fmt: skip
+def test_a_hook_that_sees_other_gradients_is_refused(kind, microbatches, got):
+    def body(comm: Any) -> None:
+        plan, sgd = Plan(pp=2, microbatches=microbatches), functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(made(kind), cross_entropy, sgd, plan=plan, communicator=comm)
+        with pytest.raises(TaskError, match=got):
+            step(batches()[0])
+
+    threads.run(2, body)
