@@ -75,6 +75,27 @@ class KeptInBlocks(Net):
         return outputs + torch.stack([block.aux * block.rank for block in self.blocks]).sum(0)[..., None]
 
 
+class Hiding(Block):
+    """Keeps it in a private attribute, which has another value at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self._aux = x.square().mean(-1)
+        return x
+
+
+class Private(Net):
+    block = Hiding
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = super().forward(x)
+        return outputs + torch.stack([block._aux for block in self.blocks]).sum(0)[..., None]
+
+
 class Counting(Block):
     """Counts the forwards that are trained."""
 
@@ -360,6 +381,39 @@ class Later(Net):
         return outputs + hidden.mean() if int(x[0, 0]) == 0 else outputs
 
 
+class KeepingLater(Block):
+    aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if FIRST.is_over:
+            self.aux = x.mean(-1, keepdim=True)
+        return x
+
+
+class KeptLater(Net):
+    """Blocks keep in a later batch what they did not in the first one."""
+
+    block = KeepingLater
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = super().forward(x)
+        return outputs + sum(block.aux for block in self.blocks)
+
+
+class Skipping(Net):
+    """Leaves a block out in later batches."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if FIRST.is_over and index == 1 else block(x)
+        return x
+
+
+FIRST = threading.local()
+"""Whether the first batch `is_over` on this rank."""
+
+
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
 
@@ -428,7 +482,7 @@ def divided(kind: type[nn.Module], fields: dict[str, Any], comm: Any) -> Trained
 
 OF_SAMPLES = [
     *(KeptInBlocks, Counted, ReadByLoss, TrainingOnly, InPlace, Hooked, ListInFront, OwnWeight, Frozen, Checkpointed),
-    Listening,
+    *(Listening, Private),
 ]
 OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers]
 """What these compute depends on which samples are in one microbatch."""
@@ -525,15 +579,22 @@ def test_no_tensor_rank_waits_for_one_that_fails():
     assert threads.run(4, body) == ["TaskError", "ValueError", "TaskError", "ValueError"]
 
 
-def test_what_a_later_batch_needs_is_named_where_it_is_used():
+@pytest.mark.parametrize(("kind", "got"), [
+    (Later, r"stage 1 needs what emb returned, which it did not in the first batch"),
+    (KeptLater, r"stage 1 needs attribute blocks\.0\.aux, which it did not in the first batch"),
+    (Skipping, r"a forward that does not call blocks\.1, which ends stage 0"),
+])  # fmt: skip
+def test_what_a_later_batch_needs_is_named_where_it_is_used(kind, got):
     def body(comm: Any) -> None:
+        FIRST.is_over = False
         step = TrainStep(
-            made(Later), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(pp=2), communicator=comm
+            made(kind), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=Plan(pp=2), communicator=comm
         )
         first, second = batches()[:2]
         step(first)
+        FIRST.is_over = True
         second[0][:] = 0
         step(second)
 
-    with pytest.raises(TaskError, match="stage 1 needs what emb returned, which it did not in the first batch"):
+    with pytest.raises(TaskError, match=got):
         threads.run(2, body)

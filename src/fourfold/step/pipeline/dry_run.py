@@ -177,7 +177,7 @@ class PipelineCheck:
         """Run the whole model, and its loss."""
         divided, skeleton = self._divided, self._divided.skeleton
         recorder = Recorder(skeleton, self.known, trained, divided.own)
-        with recorder.recording() as recording, divided.computing(skeleton), self.whole_shown_to_loss():
+        with divided.computing(skeleton), recorder.recording() as recording, self.whole_shown_to_loss():
             returned = call_model(skeleton, part.inputs)
             losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
         is_last = divided.stages.num_stages - 1 in divided.own

@@ -14,7 +14,7 @@ The forward runs as the user wrote it. After its last block a stage leaves it.
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,35 @@ from torch import Tensor, nn
 from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.parts.torch_private import own_parameters
 from fourfold.step.pipeline.backward_hooks import hooks_inside, without_hooks
+from fourfold.step.pipeline.chain import Chain
 from fourfold.step.pipeline.knowledge import Knowledge, is_of
 from fourfold.step.pipeline.replaced import Replacements, attribute_of, replaced
-from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, UnknownValue, sources_of
+from fourfold.step.pipeline.stand_in import (
+    ATTRIBUTE,
+    OUTPUT,
+    WEIGHT,
+    Source,
+    StandIn,
+    StandInUsed,
+    UnknownValue,
+    sources_of,
+)
 from fourfold.step.pipeline.values import (
     TENSOR,
     Described,
     Form,
     Known,
+    attributes_of,
+    copies,
     decode,
     describe,
     encode,
+    is_of_torch,
     stand_in_of,
     take_apart,
     tensors_among,
+    writable,
+    written_attributes,
 )
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem, TaskError
@@ -86,11 +101,14 @@ class Gates:
         elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         stages = known.stages
-        self.stage, self.chain, self._model, self._learned = stage, stages.chain, model, known
+        self.stage, self._model, self._learned = stage, model, known
         self._residual, self._device = residual, device
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._replaced = [*stages.chain.before, *names[: blocks.start]] if stage else []
-        self._own = [*([] if stage else stages.chain.before), *names[blocks.start : blocks.stop]]
+        own = [*([] if stage else stages.chain.before), *names[blocks.start : blocks.stop]]
+        modules = {name: model.get_submodule(name).named_modules(prefix=name) for name in own}
+        self._own = {name: [each for each in inside if not is_of_torch(each[1])] for name, inside in modules.items()}
+        """The modules whose outputs this stage makes, each with those of the user's classes in it."""
         self._input = Source(OUTPUT, names[blocks.start - 1]) if stage else None
         self.exit = Source(OUTPUT, names[blocks.stop - 1]) if stage < stages.num_stages - 1 else None
         """The output of the stage's last block; None: the stage is the last."""
@@ -102,7 +120,13 @@ class Gates:
         """The metadata of the last message that was sent."""
         self._shown: Replacements = []
         """Weights and attributes of other stages as they are in the last forward: where, and what."""
+        self._later = set[Source]()
+        """Attributes that this stage's modules have written, and did not in the first batch: those behind raise."""
         self._in_backward = contextlib.ExitStack()
+
+    @property
+    def chain(self) -> Chain:
+        return self._learned.stages.chain
 
     def set_metadata(self, known: Known) -> None:
         """Give the metadata to a stage that gets no messages."""
@@ -117,8 +141,9 @@ class Gates:
         given, calls = self._given(received, carried.received), dict[str, int]()
         self._shown = self._show(given)
         described: dict[Source, Sequence[Described]] = {}
+        before: dict[str, dict[str, list[Any]]] = {}
         sent = {
-            source: _copies(leaves)  # before the model writes into them
+            source: copies(leaves)  # before the model writes into them
             for source, leaves in given.items()
             if any(self.travels(source, self._known[source], carried.sent))
         }
@@ -128,7 +153,7 @@ class Gates:
             described |= {each: (describe(weight),) for each, (weight,) in weights.items()}
 
         def keep(name: str, output: Any) -> None:
-            for source, value in self._values(name, output, calls):
+            for source, value in self._values(name, output, calls, before):
                 form, leaves = take_apart(value)
                 if not self._has_known_form(source, form, carried.sent):
                     continue
@@ -137,7 +162,7 @@ class Gates:
                     sent[source] = leaves
                     raise StageEnd(tensors_among(leaves), self._message(sent, described, carried.sent))
                 if any(self.travels(source, described[source], carried.sent)):
-                    sent[source] = _copies(leaves)
+                    sent[source] = copies(leaves)
 
         hooks = []
         for name in self._own:
@@ -146,11 +171,20 @@ class Gates:
             hooks.append(self._model.get_submodule(name).register_forward_hook(hook, prepend=True))
         try:
             with replaced(self._gates(given, calls)), self.shown():
+                before |= {path: attributes_of(each) for inside in self._own.values() for path, each in inside}
                 yield
+                self._check_is_last()
         finally:
             self.end_tokens()
             for hook in hooks:
                 hook.remove()
+
+    def _check_is_last(self) -> None:
+        """Raise TaskError unless this is the stage whose forward returns."""
+        if self.exit is not None:
+            got = f"a forward that does not call {self.exit.name}, which ends stage {self.stage}"
+            problem = Problem(got, "a block that each forward calls", "other stages, or pp = 1")
+            raise TaskError(problem, where="the pipeline")
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -187,7 +221,7 @@ class Gates:
         *sent, metadata = received
         if metadata.numel():
             self._known = decode(metadata)
-        tensors, given = iter([_writable(each) for each in sent]), {}
+        tensors, given = iter([writable(each) for each in sent]), {}
         for source, described in self._known.items():
             travels = self.travels(source, described, {self._input, *carried})
             if any(travels) or source == self._input or source in carried:
@@ -248,12 +282,20 @@ class Gates:
                 is_known = source in self._known and source in self._learned.forms  # or other ranks' samples wrote it
                 value = self._filled(source, given.get(source)) if is_known else UnknownValue(source)
                 shown.append((vars(self._model.get_submodule(source.module)), source.key, value))
+        for source in self._known:
+            if source.kind == ATTRIBUTE and source not in self._learned.attributes:
+                shown.append((vars(self._model.get_submodule(source.module)), source.key, UnknownValue(source)))
         return shown
 
     # ---- what goes out ------------------------------------------------------------------------------------------
 
-    def _values(self, name: str, output: Any, calls: dict[str, int]) -> Iterator[tuple[Source, Any]]:
-        """What a module of this stage keeps and returns."""
+    def _values(
+        self, name: str, output: Any, calls: dict[str, int], before: Mapping[str, Mapping[str, list[Any]]]
+    ) -> Iterator[tuple[Source, Any]]:
+        """What a module of this stage keeps and returns. `before`: the attributes before this forward, by module."""
+        for path, each in self._own[name]:
+            written = written_attributes(each, before[path])
+            self._later |= {Source(ATTRIBUTE, f"{path}.{key}") for key in written} - {*self._learned.attributes}
         for source in self._attributes(name):
             yield source, attribute_of(self._model, source)[-1]
         index = calls.get(name, 0)
@@ -262,7 +304,7 @@ class Gates:
 
     def _attributes(self, name: str) -> list[Source]:
         """Those that a module, or one inside it, has."""
-        of_module = [source for source in self._learned.attributes if is_of(source, name)]
+        of_module = [source for source in (*self._learned.attributes, *self._later) if is_of(source, name)]
         return [each for each in of_module if each.key in vars(self._model.get_submodule(each.module))]
 
     def _own_weights(self, carried: Collection[Source]) -> dict[Source, list[Tensor]]:
@@ -300,27 +342,3 @@ class Gates:
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""
         self._residual.region.end_tokens()
-
-
-class _Received(torch.autograd.Function):
-    """What was received, in the same memory, as a module's output: one that the next module may write in place.
-
-    It is a leaf, for its gradient is sent; and autograd refuses to write a leaf or a view of one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.data  # not detach(): a view
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def _writable(received: Tensor) -> Tensor:
-    return cast(Tensor, _Received.apply(received)) if received.requires_grad else received
-
-
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    """Leaves of which the model may write into its own afterwards."""
-    return [each.clone() if isinstance(each, Tensor) else each for each in leaves]

@@ -15,10 +15,17 @@ from torch import Tensor, nn
 
 from fourfold.parts.checkpoints import current_checkpoint
 from fourfold.step.pipeline.backward_hooks import hooks_inside
-from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.knowledge import Knowledge, is_of
 from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import ATTRIBUTE, OUTPUT, WEIGHT, Source
-from fourfold.step.pipeline.values import Described, describe, take_apart, tensors_among
+from fourfold.step.pipeline.values import (
+    Described,
+    attributes_of,
+    describe,
+    take_apart,
+    tensors_among,
+    written_attributes,
+)
 
 
 @dataclass
@@ -76,10 +83,7 @@ class Recorder:
             self._recording.leaves[source], self._recording.described[source] = [weight], (describe(weight),)
         try:
             with replaced(inside):
-                self._before = {
-                    each: {key: _contents(value) for key, value in vars(each).items()}
-                    for each in self._skeleton.modules()
-                }
+                self._before = {each: attributes_of(each) for each in self._skeleton.modules()}
                 yield self._recording
             written = self._recording.attributes
             places = [(vars(self._skeleton.get_submodule(each.module)), each.key) for each in written]
@@ -93,11 +97,11 @@ class Recorder:
         is_own = self._known.stages.stage_of(name) in self._own
         self._is_trained = self._is_trained or any(p in self._trained for p in module.parameters())
         for path, each in module.named_modules(prefix=name):
-            for key, value in list(vars(each).items()):
-                source, before = Source(ATTRIBUTE, f"{path}.{key}"), self._before[each].get(key)
-                if not key.startswith("_") and (source in self._recording.attributes or _is_changed(value, before)):
-                    self._recording.attributes.add(source)
-                    vars(each)[key] = self._keep(source, value, is_own=is_own)
+            for key in written_attributes(each, self._before[each]):
+                self._recording.attributes.add(Source(ATTRIBUTE, f"{path}.{key}"))
+        for source in self._recording.attributes:
+            if is_of(source, name) and source.key in (attributes := vars(self._skeleton.get_submodule(source.module))):
+                attributes[source.key] = self._keep(source, attributes[source.key], is_own=is_own)
         source = Source(OUTPUT, name, self._recording.calls.count(name))
         self._recording.calls.append(name)
         self._recording.checkpoints[name] = current_checkpoint()
@@ -117,13 +121,3 @@ class Recorder:
     def _cut(self, tensor: Tensor) -> Tensor:
         needs = tensor.requires_grad or (self._is_trained and torch.is_grad_enabled() and tensor.is_floating_point())
         return tensor.detach().clone().requires_grad_(needs)
-
-
-def _contents(value: Any) -> list[Any]:
-    """An attribute, and what it holds if it is a list or a dict."""
-    return [value, *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())]
-
-
-def _is_changed(value: Any, before: list[Any] | None) -> bool:
-    now = _contents(value)
-    return before is None or len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))

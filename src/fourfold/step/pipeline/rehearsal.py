@@ -26,7 +26,7 @@ from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
-from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches
+from fourfold.step.pipeline.values import is_of_every_module, take_apart, tensors_among, without_caches
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -83,7 +83,7 @@ class DividedModel(NamedTuple):
 
 def _is_of_module(key: str, value: Any) -> bool:
     """Whether an attribute is of `nn.Module` itself, or what forwards do not write."""
-    return key.startswith("_") or key == "training" or isinstance(value, nn.Module)
+    return is_of_every_module(key) or isinstance(value, nn.Module)
 
 
 class Rehearsal:

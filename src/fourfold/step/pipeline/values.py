@@ -12,10 +12,10 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.parts.comm.edge.message import DTYPES
 from fourfold.step.pipeline.stand_in import Source, UnknownValue, stand_in
@@ -24,6 +24,7 @@ from fourfold.step.tensor_tree import is_plain
 Described = tuple[Any, ...]
 Known = Mapping[Source, Sequence[Described]]
 TENSOR, PLAIN, OBJECT = "t", "p", "o"
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 
 class Form(NamedTuple):
@@ -113,3 +114,56 @@ def without_caches(returned: Any) -> Any:
         return returned
     kept = {name: each for name, each in returned.items() if is_plain(each)}
     return kept if type(returned) is dict else type(returned)(**kept)
+
+
+def attributes_of(module: nn.Module) -> dict[str, list[Any]]:
+    """What a module's forward may write: its own attributes, each with what it holds if it is a list or a dict."""
+    return {key: _contents(value) for key, value in vars(module).items() if not is_of_every_module(key)}
+
+
+def written_attributes(module: nn.Module, before: Mapping[str, list[Any]]) -> list[str]:
+    """The names of those that are others than before."""
+    return [key for key, now in attributes_of(module).items() if _is_changed(now, before.get(key))]
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, whose forwards write no attributes."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def is_of_every_module(attribute: str) -> bool:
+    """Whether an attribute is of `nn.Module` itself."""
+    return attribute in _OF_EVERY_MODULE
+
+
+def _contents(value: Any) -> list[Any]:
+    return [value, *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())]
+
+
+def _is_changed(now: list[Any], before: list[Any] | None) -> bool:
+    return before is None or len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+
+
+class _Received(torch.autograd.Function):
+    """What was received, in the same memory, as a module's output: one that the next module may write in place.
+
+    It is a leaf, for its gradient is sent; and autograd refuses to write a leaf or a view of one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data  # not detach(): a view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def writable(received: Tensor) -> Tensor:
+    """What was received, as the next module may write it."""
+    return cast(Tensor, _Received.apply(received)) if received.requires_grad else received
+
+
+def copies(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves of which the model may write into its own afterwards."""
+    return [each.clone() if isinstance(each, Tensor) else each for each in leaves]
