@@ -81,6 +81,48 @@ class Normalized(Net):
             block.up.weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
+class Between(Net):
+    """A weight of the model itself is used in front of each block: on two stages of one rank, if these interleave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+class Storing(Net):
+    """Hooks of the blocks write into a dict of the model, which the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = dict[int, Tensor]()
+        for index, block in enumerate(self.blocks):
+            block.register_forward_hook(lambda module, args, output, i=index: self.store.update({i: output}))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        squares = [each.square().mean(-1) for each in self.store.values()]
+        return cross_entropy(outputs, targets) + torch.stack(squares).sum(0).flatten()
+
+
+class Normalizing(Block):
+    """Has a bias in front of a batch normalization: its gradient is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(super().forward(x).mT).mT
+
+
+class NormalizedBlocks(Net):
+    block = Normalizing
+
+
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatches": 2}
 
 
@@ -90,6 +132,9 @@ INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatche
     (Checkpointing, {"pp": 2, "microbatches": 3}),
     (Hooked, {"pp": 2, "microbatches": 2, "recompute": "full"}),
     (Hooked, INTERLEAVED),
+    (Between, INTERLEAVED),
+    (Storing, {"pp": 2, "microbatches": 2}),
+    (NormalizedBlocks, {"pp": 2, "batch_norm": "sync"}),
 ], ids=str)  # fmt: skip
 def test_backward_is_that_of_one_device(kind, fields):
     expected = alone(kind)

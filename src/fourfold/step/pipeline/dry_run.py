@@ -28,7 +28,7 @@ from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual
 from fourfold.step.pipeline.recording import Recorder, Recording
 from fourfold.step.pipeline.rehearsal import NEED, DividedModel, Rehearsal
-from fourfold.step.pipeline.values import take_apart, without_caches
+from fourfold.step.pipeline.values import attributes_of, take_apart, without_caches
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 
@@ -58,7 +58,7 @@ class PipelineCheck:
 
     def make_gates(self, stage: int) -> Gates:
         """The gates of a stage of this rank."""
-        elsewhere = self._elsewhere()
+        elsewhere = self._elsewhere(stage)
         return Gates(self._divided.model, self.known, stage, self._residual, self._world.device, elsewhere=elsewhere)
 
     def carried_by(self, stage: int) -> Carried:
@@ -100,11 +100,12 @@ class PipelineCheck:
         pass
 
     def whole_shown_to_loss(self) -> contextlib.AbstractContextManager[None]:
-        """Within, a loss that reads weights or attributes of the model finds those of the skeleton."""
+        """Within, a loss that reads weights or attributes of the model finds those of the skeleton, if they are new."""
         divided = self._divided
         if divided.skeleton is divided.model:
             return contextlib.nullcontext()
-        return divided.objective.calling_loss_within(divided.shown_whole)
+        before = {each: attributes_of(each) for each in divided.skeleton.modules()}
+        return divided.objective.calling_loss_within(lambda: divided.shown_whole(before))
 
     def learn_outputs(self, inputs: Any) -> None:
         """Find in which form the model returns its outputs for these inputs. Collective among tensor ranks."""
@@ -226,12 +227,13 @@ class PipelineCheck:
                     return [problem]
         return []
 
-    def _elsewhere(self) -> dict[str, Tensor]:
-        """The parameters of other stages, without the copies of tied ones."""
+    def _elsewhere(self, stage: int) -> dict[str, Tensor]:
+        """The parameters of other stages, without the copies of tied ones. Trained ones of this rank are among them:
+        a weight has one gradient in one backward."""
         model, stages, found = self._divided.model, self._divided.stages, dict[str, Tensor]()
         for name, like in self._divided.skeleton.named_parameters(remove_duplicate=False):
             path, _, key = name.rpartition(".")
             is_dropped = own_parameters(model.get_submodule(path)).get(key, like) is None
-            if is_dropped or (name in stages.chain.own and stages.stage_of(name) not in self._divided.own):
+            if is_dropped or (like.requires_grad and stages.stage_of(name) != stage):
                 found[name] = like
         return found

@@ -5,7 +5,7 @@ behind it, it has the recorded gradients of what it received and of its weights.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
-from fourfold.step.pipeline.values import is_of_every_module, take_apart, tensors_among, without_caches
+from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches, written_attributes
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -35,6 +35,7 @@ NEED = "blocks that are called once each, in order, and need only what modules b
 RTOL, ATOL = 1e-5, 1e-6  # of outputs: both runs do the same operations on the same numbers
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # their addends may come in another order
 HALF_GRADIENT_TOLERANCE = 5e-2
+ROUNDINGS = 16  # of the largest gradient: what is not larger may be the rest of a sum that is 0
 Roots = Sequence[tuple[Tensor, Tensor]]
 """Tensors, and the gradients that a backward begins with."""
 
@@ -70,20 +71,18 @@ class DividedModel(NamedTuple):
         with running[0], running[1], running[2], replaced(copies):
             yield
 
-    def shown_whole(self) -> AbstractContextManager[None]:
-        """Within, the real model has the weights, buffers and attributes of the skeleton: a loss may read them."""
+    def shown_whole(self, before: Mapping[nn.Module, Mapping[str, list[Any]]]) -> AbstractContextManager[None]:
+        """Within, the real model has the weights, buffers and new attributes of the skeleton: a loss may read them.
+
+        Attributes that are as `before` stay: a hook may have written those of the real model.
+        """
         shown: Replacements = []
         for module, like in zip(self.model.modules(), self.skeleton.modules(), strict=True):
             for key, value in {**own_parameters(like), **own_buffers(like)}.items():
                 places = (own_parameters(module), own_buffers(module), vars(module))
                 shown += [(place, key, value) for place in places if key in place]
-            shown += [(vars(module), key, each) for key, each in vars(like).items() if not _is_of_module(key, each)]
+            shown += [(vars(module), key, vars(like)[key]) for key in written_attributes(like, before[like])]
         return replaced(shown)
-
-
-def _is_of_module(key: str, value: Any) -> bool:
-    """Whether an attribute is of `nn.Module` itself, or what forwards do not write."""
-    return is_of_every_module(key) or isinstance(value, nn.Module)
 
 
 class Rehearsal:
@@ -214,7 +213,8 @@ class Rehearsal:
     ) -> bool:
         divided, recorded = self._divided, self._recorded
         named = divided.skeleton.named_parameters()
-        own = [p for name, p in named if p.requires_grad and divided.is_own(name)]
+        around = [name for name in divided.stages.chain.own if divided.stages.stage_of(name) != self._stage]
+        own = [p for name, p in named if p.requires_grad and divided.is_own(name) and name not in around]
         leaves = [each for values in recorded.leaves.values() for each in tensors_among(values)]
         if self._exit is None:
             roots, expected = _total(losses), _total(recorded.losses)
@@ -228,7 +228,8 @@ class Rehearsal:
         with _new_gradients([*leaves, *own]), divided.computing(divided.skeleton), replaced(recorded.kept):
             self._backward_recorded(expected)
             wanted = [each.grad for each in (*origins, *own)]
-        return all(map(_is_close_gradient, got, wanted))
+        largest = max((float(each.abs().max()) for each in wanted if each is not None and each.numel()), default=0.0)
+        return all(_is_close_gradient(a, b, largest) for a, b in zip(got, wanted, strict=True))
 
     def _backward_recorded(self, roots: Roots) -> None:
         """The backward of this stage in the run of the whole model, module by module."""
@@ -282,9 +283,12 @@ def _is_close(got: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(got.detach(), wanted.detach(), rtol=RTOL, atol=ATOL, equal_nan=True)
 
 
-def _is_close_gradient(got: Tensor | None, wanted: Tensor | None) -> bool:
+def _is_close_gradient(got: Tensor | None, wanted: Tensor | None, largest: float) -> bool:
+    """`largest`: number in any gradient. One that is 0 but for rounding, as of a bias in front of a batch
+    normalization, shows nothing."""
     if got is None or wanted is None:
         rest = wanted if got is None else got
         return rest is None or not bool((rest != 0).any())
     tolerance = GRADIENT_TOLERANCE.get(got.dtype.to_real(), HALF_GRADIENT_TOLERANCE)
-    return got.shape == wanted.shape and is_close(wanted, got, tolerance)
+    floor = ROUNDINGS * torch.finfo(got.dtype).eps * largest / tolerance
+    return got.shape == wanted.shape and is_close(wanted, got, tolerance, floor=floor)

@@ -118,7 +118,7 @@ def without_caches(returned: Any) -> Any:
 
 def attributes_of(module: nn.Module) -> dict[str, list[Any]]:
     """What a module's forward may write: its own attributes, each with what it holds if it is a list or a dict."""
-    return {key: _contents(value) for key, value in vars(module).items() if not is_of_every_module(key)}
+    return {key: _contents(value) for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
 
 
 def written_attributes(module: nn.Module, before: Mapping[str, list[Any]]) -> list[str]:
@@ -129,11 +129,6 @@ def written_attributes(module: nn.Module, before: Mapping[str, list[Any]]) -> li
 def is_of_torch(module: nn.Module) -> bool:
     """Whether a module is one of torch's own, whose forwards write no attributes."""
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def is_of_every_module(attribute: str) -> bool:
-    """Whether an attribute is of `nn.Module` itself."""
-    return attribute in _OF_EVERY_MODULE
 
 
 def _contents(value: Any) -> list[Any]:
