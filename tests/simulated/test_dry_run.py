@@ -100,6 +100,37 @@ class SmallConstant(Body):
         return x + self.scale * x.roll(1, 1)
 
 
+class Counting(Body):
+    """Each forward in training counts, in a buffer and in an attribute, and scales by the count."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.steps = 0
+
+    def before(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.steps += 1
+        return x * (self.count + self.steps)
+
+
+class InTraining(Body):
+    """Tokens are shifted, and their gradients centred, in training mode alone."""
+
+    def __init__(self, is_in_gradient: bool) -> None:
+        super().__init__()
+        self.dropout, self.is_in_gradient = nn.Dropout(0.5), is_in_gradient
+
+    def after(self, x: Tensor) -> Tensor:
+        if self.training and self.is_in_gradient:
+            m = x.mean(1, keepdim=True)
+            return self.dropout(x + m - m.detach())
+        return self.dropout(x + F.pad(x, (0, 0, 1, -1)) if self.training else x)
+
+
 WEIGHTS = {
     "LayerScale's start": (functools.partial(SmallScale, 1e-4), torch.float32),
     "a small scale": (functools.partial(SmallScale, 1e-6), torch.float64),
@@ -267,6 +298,16 @@ def test_mixing_in_the_gradient_of_one_weight_is_found_in_the_sum_over_the_ranks
     problem = sums_problem(model, results)
     assert problem is not None
     assert "gradients of scale that do not add up" in problem.got
+
+
+@pytest.mark.parametrize("is_in_gradient", [False, True])
+def test_mixing_in_training_mode_alone_is_refused_and_dropout_is_not(is_in_gradient):
+    model = InTraining(is_in_gradient)
+    assert all("other ranks' tokens" in each.problems[0].got for each in dry_run(model))
+    assert not any(each.problems for each in dry_run(model.eval()))
+    counting = Counting()
+    assert not any(each.problems for each in dry_run(counting))
+    assert (counting.count, counting.steps) == (0, 0)
 
 
 @pytest.mark.parametrize("make", [OfWeightAlone, Detached, ClosedGate])

@@ -171,7 +171,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
             attending = Attending(kind).double()
         step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
         if kind == "moving mean":
-            with pytest.raises(TaskError, match="forward writes state, and the values depend on its samples"):
+            with pytest.raises(TaskError, match="outputs depend on other ranks' tokens, first in head"):
                 step(batch)
             return []
         return [step(batch).loss for _ in range(3)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import shorten
 from fourfold.step.dry_run.fixed_random import without_randomness
+from fourfold.step.dry_run.random_weights import random_tiled
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
@@ -117,6 +118,19 @@ def test_without_randomness_a_sample_has_the_same_outputs_in_any_batch(kind):
     assert whole.has_randomness == (kind in UNTRACKED)
     if kind not in UNTRACKED | {"mixup"}:
         assert torch.allclose(together, separately, rtol=1e-10)
+
+
+def test_attention_keeps_its_other_arguments_without_randomness():
+    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with without_randomness(CPU):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, None, 0.5, True), expected)
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, None, 0.5, is_causal=True), expected)
+
+
+def test_what_a_dry_run_draws_itself_is_random():
+    with without_randomness(CPU):
+        assert len(random_tiled(torch.empty(8), torch.Generator().manual_seed(0)).unique()) == 8
 
 
 def test_random_tensors_keep_their_shapes_and_dtypes():

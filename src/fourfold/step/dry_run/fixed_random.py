@@ -23,6 +23,7 @@ DROPOUT_FUNCTIONS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 }
+SDPA = F.scaled_dot_product_attention  # in a dry run of the sequence axis, the module has another one
 RNN_FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -87,11 +88,12 @@ def _is_same_state(a: Any, b: Any) -> bool:
 def _call_without_randomness(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call, with fixed values in place of random ones."""
     name = getattr(func, "__name__", "")
-    if func in DROPOUT_FUNCTIONS:
+    if getattr(func, "__wrapped__", func) in DROPOUT_FUNCTIONS:  # one that is wrapped passes its wrapper to modes
         return args[0] if args else kwargs["input"]
-    if func is F.scaled_dot_product_attention:
-        args, kwargs = args[:4] + args[5:], {**kwargs, "dropout_p": 0.0} if len(args) < 6 else kwargs
-        return func(*args, **kwargs)
+    if func is SDPA:
+        if len(args) > 4:
+            return func(*args[:4], 0.0, *args[5:], **kwargs)
+        return func(*args, **{**kwargs, "dropout_p": 0.0})
     if func is F.multi_head_attention_forward:
         return func(*args, **{**kwargs, "training": False})
     if func is F.rrelu:

@@ -73,8 +73,11 @@ def copy_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tenso
 def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool = False) -> Tensor:
     """Random numbers in the shape and on the device of a tensor: normal, or uniform from -1 to 1; float64."""
     count = min(like.numel(), TILE_SIZE)
-    # Drawing float32 is four times as fast.
-    numbers = torch.rand(count, generator=generator) * 2 - 1 if is_uniform else torch.randn(count, generator=generator)
+    with DisableTorchFunction():  # a mode of the dry run has fixed values in place of draws
+        # Drawing float32 is four times as fast.
+        draw = torch.rand if is_uniform else torch.randn
+        numbers = draw(count, generator=generator, dtype=torch.float32)
+    numbers = numbers * 2 - 1 if is_uniform else numbers
     times = math.ceil(like.numel() / max(count, 1))
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
 

@@ -44,12 +44,12 @@ class SequenceCheck:
     ) -> None:
         self._model, self._loss, self._spec, self._world = model, loss, spec, world
         self._sp_group = world.along("sp")
-        self._is_done = False
+        self._finished_modes: set[bool] = set()
         self.ignored_indices: Sequence[int] | None = None
         """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
 
     def is_needed(self, *, training: bool) -> bool:
-        return not self._is_done
+        return not {self._model.training, True} & self._finished_modes
 
     def memory_fits(self) -> Sequence[bool]:
         return find_memory_fit(self._model, self._world.device, num_local_ranks=self._world.world.local_size)
@@ -74,10 +74,12 @@ class SequenceCheck:
             return None
         has_mean = any(each["has_mean"] for each in reports)
         indices = sorted({index for each in reports for index in each["ignored_indices"]})
-        return {"ignored_indices": indices if has_mean else None}
+        return {"training": self._model.training, "ignored_indices": indices if has_mean else None}
 
     def learn(self, learned: Learned, batch: Any) -> None:
-        self._is_done, self.ignored_indices = True, learned["ignored_indices"]
+        self._finished_modes.add(learned["training"])
+        if learned["ignored_indices"] is not None:
+            self.ignored_indices = learned["ignored_indices"]
 
     def shortened(self, batch: Any) -> tuple[Any, Any]:
         """The first samples and tokens of a batch, as many as checks take."""

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.step.batch import POSITION_KEYS, has_token_dim, is_square_mask
+from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, is_square_mask
+from fourfold.step.batch_statistics import frozen_statistics
 from fourfold.step.dry_run.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
@@ -23,6 +24,7 @@ from fourfold.step.dry_run.check_config import (
     CheckUnavailable,
     MemoryFit,
 )
+from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.dry_run.preserve_module import preserve_module
 from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
@@ -39,8 +41,8 @@ from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_ONLY = "tokens that interact only in torch.nn.functional.scaled_dot_product_attention"
 NOT_CHECKED = (
-    "tokens that mix in training mode only, in branches that the first batch does not take, or through state that is "
-    "neither a parameter nor a buffer"
+    "tokens that mix in branches that the first batch does not take, or through state that is neither a parameter nor "
+    "a buffer"
 )
 """What a dry run cannot find."""
 SOFTMAX_FUNCTIONS = {torch.softmax, torch.Tensor.softmax, F.softmax}
@@ -82,24 +84,40 @@ class SequenceDryRun:
         self._num_calls = 0
 
     def run(self) -> DryRunResult:
-        """Run the model and check it. An exception of the model on full inputs is raised."""
-        with eval_mode(self._model), self._tracker, preserve_module(self._model):
+        """Run the model, in its mode, and check it. An exception of the model on full inputs is raised."""
+        device = find_positions(self._inputs).device
+        with (
+            without_randomness(device),
+            frozen_statistics(self._model),
+            self._tracker,
+            preserve_module(self._model),
+        ):
             try:
                 trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
-                with WeightWriteTracker(self._model, not_restored=trained) as writes:
-                    outputs = self._run_unchanged()
-                if names := sorted(trained & writes.written):
+                with eval_mode(self._model):  # what training writes has a check of its own
+                    outputs, written = self._run_unchanged()
+                if names := sorted(trained & written):
                     got = f"sp > 1 and a forward that writes {describe_trained(names)}"
                     return DryRunResult([Problem(got, "trained weights that only the optimizer writes", EDIT_ADVICE)])
+                if self._model.training:
+                    self._num_calls = 0
+                    outputs, _ = self._run_unchanged()
                 if not self._num_calls:
                     return DryRunResult([self._no_attention_problem()])
                 return self._compare_shards(outputs)
             except TaskError as error:
                 return DryRunResult(list(error.problems))
 
-    @torch.no_grad()
-    def _run_unchanged(self) -> Any:
-        """The model's outputs for full sequences, with its own weights and in its own dtype."""
+    def _run_unchanged(self) -> tuple[Any, set[str]]:
+        """The model's outputs for full sequences, with its own weights and in its own dtype, and weights it writes."""
+        writes = WeightWriteTracker(self._model)
+        try:
+            with torch.no_grad(), writes:
+                return self._call_unchanged(), writes.written
+        finally:
+            writes.restore()
+
+    def _call_unchanged(self) -> Any:
 
         def count_call(call: AttentionCall) -> Tensor:
             self._num_calls += 1

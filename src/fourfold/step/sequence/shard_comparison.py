@@ -26,7 +26,8 @@ from fourfold.step.dry_run.backward import count_gradients, run_backward
 from fourfold.step.dry_run.check_config import CheckConfig, CheckUnavailable
 from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection
-from fourfold.step.dry_run.preserve_module import copy_tensor_attributes
+from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.attention_match import compare_attention_calls
 from fourfold.step.sequence.attention_replay import (
@@ -44,15 +45,18 @@ from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHan
 from fourfold.step.sequence.shard_rows import (
     ShardMismatch,
     check_shard_rows,
+    first_line,
+    is_finite,
     is_replicated,
     is_shard_of,
+    raise_unavailable,
     shard_rows,
 )
 from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.tolerance import gradient_tolerance_of, is_close
-from fourfold.words.errors import FourfoldError, Problem, TaskError
+from fourfold.words.errors import Problem, TaskError
 
 SEED = 11
 # What a model raises for a shard if it expects another number of tokens.
@@ -74,7 +78,7 @@ class ShardComparison:
     ) -> None:
         self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
         self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, config.dtype))
-        with _raise_unavailable():
+        with raise_unavailable():
             self._state = random_weights.make_state(model, config)
         self._recorded_calls: list[RecordedCall] = []
         self._taps = GradTaps(tracker, shard)
@@ -87,33 +91,45 @@ class ShardComparison:
 
         Raises ShardMismatch or TaskError if tokens mix, CheckUnavailable if the model cannot be run like this.
         """
-        with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
-            full = self._call_model(self._taps.tap_inputs(self._inputs))
-        if self._config.weights != "own" and not _is_finite(full):
-            raise CheckUnavailable("outputs that are not finite")
+        grad_tensors, projections = [], None
+        with preserve_module(self._model):
+            with self._patched_model(self._record_attention, self._taps), raise_unavailable():
+                full = self._call_model(self._taps.tap_inputs(self._inputs))
+            if self._config.weights != "own" and not is_finite(full):
+                raise CheckUnavailable("outputs that are not finite")
+            if self._config.has_gradients:
+                grad_tensors = self._random_grad_tensors(full)
+                projections = self._run_full_backward(full, grad_tensors)
         if has_transformers_model(self._model):
             self._compare_with_configured_attention(full)
         taps = GradTaps(self._tracker, self._shard)
-        local = self._replay_forward(taps)
-        self._compare_outputs(full, local)
-        if not self._config.has_gradients:
-            return None
-        parameters = {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-        grad_tensors = self._random_grad_tensors(full)
+        with preserve_module(self._model):
+            local = self._replay_forward(taps)
+            self._compare_outputs(full, local)
+            if projections is None:
+                return None
+            self._replay_backward(local, full, grad_tensors, taps)
+        self._compare_taps(taps)
+        local_projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        return GradProjections(projections, local_projections, self._gradient_tolerance)
+
+    def _run_full_backward(self, full: Any, grad_tensors: list[Tensor | None]) -> list[Projection]:
+        """The gradients of the parameters for full sequences."""
         with (
             self._patched_model(self._record_attention, self._taps),
-            count_gradients(parameters) as counts,
-            _raise_unavailable(),
+            count_gradients(self._parameters) as counts,
+            raise_unavailable(),
         ):
             run_backward(full, grad_tensors)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
-        projections = grad_sum_check.project_grouped_gradients(parameters)
+        projections = grad_sum_check.project_grouped_gradients(self._parameters)
         self._check_finite(projections)
-        self._replay_backward(local, full, grad_tensors, taps)
-        self._compare_taps(taps)
-        local_projections = grad_sum_check.project_grouped_gradients(parameters)
-        return GradProjections(projections, local_projections, self._gradient_tolerance)
+        return projections
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
 
     @property
     def num_calls(self) -> int:
@@ -124,7 +140,9 @@ class ShardComparison:
         overrides = {} if taps is None else {F.embedding: taps.tap_embedding}
         grad_mode = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
         # Not `torch.func.functional_call`: a checkpoint's second forward, in backward, needs these weights too.
-        weights = swapped_state(self._model, self._state)
+        # Each pass has the same state at its start: what the first one writes is not what the other reads.
+        buffers = {name: self._state[name].clone() for name, _ in self._model.named_buffers()}
+        weights = swapped_state(self._model, {**self._state, **buffers})
         attributes = copy_tensor_attributes(self._model, self._config.dtype)
         with (
             grad_mode,
@@ -140,7 +158,12 @@ class ShardComparison:
         return Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
 
     def _call_model(self, inputs: Mapping[str, Any]) -> Any:
-        return self._model(**inputs)
+        writes = WeightWriteTracker(self._model)
+        try:
+            with writes:
+                return self._model(**inputs)
+        finally:
+            writes.restore()
 
     def _record_attention(self, call: AttentionCall) -> Tensor:
         if is_in_backward():
@@ -168,7 +191,7 @@ class ShardComparison:
                 inputs = shard_tokens(dict(self._inputs), shard)
                 outputs = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
             except _SIZE_ERRORS as error:
-                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
         if number < len(self._recorded_calls):
             raise _num_calls_mismatch(number, len(self._recorded_calls))
@@ -197,7 +220,7 @@ class ShardComparison:
             try:
                 run_backward(local, local_grads)
             except _SIZE_ERRORS as error:
-                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
@@ -260,7 +283,7 @@ class ShardComparison:
     def _compare_with_configured_attention(self, outputs: Any) -> None:
         """Check that a transformers model computes the same with our attention and masks as with its own."""
         attributes = copy_tensor_attributes(self._model, self._config.dtype)
-        with _raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
+        with raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
             configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
         pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
         if not all(is_close(a, b.detach()) for a, b in pairs):
@@ -303,7 +326,7 @@ class ShardComparison:
 
     def full_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
         """The outputs for full sequences, with some inputs changed."""
-        with self._patched_model(AttentionCall.run_sdpa):
+        with preserve_module(self._model), self._patched_model(AttentionCall.run_sdpa):
             return list(tree_leaves(self._call_model({**self._inputs, **changed_inputs})))
 
     def find_first_difference(self) -> str | None:
@@ -322,24 +345,3 @@ class ShardComparison:
 def _num_calls_mismatch(num_local: int, num_full: int) -> ShardMismatch:
     got = f"{num_local} attention calls for a shard of the tokens, {num_full} for full sequences"
     return ShardMismatch(got, depends_on_others=False)
-
-
-def _is_finite(outputs: Any) -> bool:
-    """Whether outputs are numbers. Minus infinity counts: it is the logit of an impossible class."""
-    floats = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
-    return not any(bool((output.isnan() | output.isposinf()).any()) for output in floats)
-
-
-@contextlib.contextmanager
-def _raise_unavailable() -> Iterator[None]:
-    """Within, what the model raises for full sequences becomes CheckUnavailable."""
-    try:
-        yield
-    except (FourfoldError, ShardMismatch, CheckUnavailable):
-        raise
-    except Exception as error:
-        raise CheckUnavailable(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
