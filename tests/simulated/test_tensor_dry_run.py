@@ -193,6 +193,25 @@ class Gain(nn.Module):
         return x * self.gain
 
 
+class KeepsLargest(nn.Module):
+    """It scales its features by the largest one of the forward before, as a buffer or as a number; or only keeps it."""
+
+    largest: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.number = kind, 1.0
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, largest = self.number if self.kind == "number" else self.largest.clone(), x.detach().abs().max()
+        if self.kind == "number":
+            self.number = largest.item()
+        else:
+            self.largest.copy_(largest)
+        return torch.tanh(x if self.kind == "unread buffer" else x / scale)
+
+
 class Penalized(MLP):
     """It uses the weight of a layer itself."""
 
@@ -288,6 +307,21 @@ WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
         r"gradient of blocks\.1\.middle\.gain is missing its sum over the 2 tensor ranks \(1 more like it\).*"
         r'"blocks\.\*\.middle" = "replicated"',
     ),
+    "a buffer of split features": (
+        (mlp_with(functools.partial(KeepsLargest, "buffer")),),
+        MLP_RULES,
+        r"forward keeps blocks\.0\.middle\.largest, and it is not what the whole model keeps",
+    ),
+    "a buffer of split features that nothing reads": (
+        (mlp_with(functools.partial(KeepsLargest, "unread buffer")),),
+        MLP_RULES,
+        r"forward keeps blocks\.0\.middle\.largest, and it is not what the whole model keeps",
+    ),
+    "a number of split features": (
+        (mlp_with(functools.partial(KeepsLargest, "number")),),
+        MLP_RULES,
+        "forward keeps something that the next forward reads, and it is not what the whole model keeps",
+    ),
     "a gradient summed twice": (
         (MLP, Gain),
         {**FIRST_RULES, "blocks.1": "replicated"},
@@ -319,29 +353,43 @@ def test_wrong_rules_are_refused_by_name(case):
     assert re.search(message, found), found
 
 
-def watched(model: nn.Module) -> Any:
+def watched(model: nn.Module, term: Any) -> Any:
     """A loss that reads the features between a column and a row layer, which a hook keeps."""
     kept: list[Any] = []
     up = model.get_submodule("blocks.0.up")
     up.register_forward_hook(lambda module, args, output: kept.append(output))
-    return lambda outputs, targets: squared(outputs, targets) + kept[-1].square().mean((1, 2))
+    return lambda outputs, targets: squared(outputs, targets) + term(kept[-1].square().mean((1, 2)))
 
 
-def penalized(model: nn.Module) -> Any:
-    return lambda outputs, targets: squared(outputs, targets) + model.get_parameter("blocks.0.up.weight").square().sum()
+def penalized(model: nn.Module, term: Any) -> Any:
+    return lambda outputs, targets: squared(outputs, targets) + term(model.get_parameter("blocks.0.up.weight").norm())
 
 
-@pytest.mark.parametrize("make_loss", [watched, penalized])
-def test_a_loss_of_what_is_split_is_refused(make_loss):
-    losses = threading.local()
+def anchored(model: nn.Module, term: Any) -> Any:
+    anchor = model.get_parameter("blocks.0.up.weight").detach().clone()
+    return lambda o, t: squared(o, t) + term((model.get_parameter("blocks.0.up.weight") - anchor).square().sum())
+
+
+TERMS: dict[str, tuple[Any, Any, str]] = {
+    "features": (watched, lambda x: x, "a loss that is not the whole model's, though the outputs are"),
+    "a weight": (penalized, lambda x: x, "a loss that is not the whole model's, though the outputs are"),
+    "shapes": (anchored, lambda x: x, "a loss that fails where the model is cut .*though the outputs are"),
+    "the gradient of features": (watched, lambda x: x - x.detach(), "the gradient of blocks.0.up.* is not"),
+    "the gradient of a weight": (penalized, lambda x: x - x.detach(), "the gradient of blocks.0.up.* is not"),
+}
+
+
+@pytest.mark.parametrize("kind", TERMS)
+def test_a_loss_of_what_is_split_is_refused(kind):
+    losses, (make_loss, term, message) = threading.local(), TERMS[kind]
 
     def make() -> nn.Module:
         model = make_net(MLP)
-        losses.loss = make_loss(model)
+        losses.loss = make_loss(model, term)
         return model
 
     found = refusal(make, lambda outputs, targets: losses.loss(outputs, targets), features(), MLP_RULES)
-    assert "a loss that is not the whole model's, though the outputs are" in found
+    assert re.search(message, found), found
 
 
 @pytest.mark.parametrize(("hook", "is_refused"), [

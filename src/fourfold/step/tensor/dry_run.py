@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
-from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_statistics import frozen_statistics
@@ -33,7 +31,7 @@ from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor.draw_slices import FoundDraw
 from fourfold.step.tensor.drawn_weights import DrawnWeights, HeldWeights, WeightSource
-from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace, first_difference
+from fourfold.step.tensor.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.step.tensor.split_randomness import Draw, DrawRecorder, find_draws
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -90,9 +88,16 @@ class Run(NamedTuple):
     draws: Sequence[Draw]
 
 
+class Later(NamedTuple):
+    """What a second forward returns, and the buffers behind it: they show what the first one has kept."""
+
+    outputs: list[Tensor]
+    buffers: Mapping[str, Tensor]
+
+
 class WholeRun(NamedTuple):
     """The whole model's run, the tensors of its loss, this rank's parts of its weights and of their gradients, and the
-    upstream gradients.
+    upstream gradients of outputs and losses.
     """
 
     run: Run
@@ -100,6 +105,7 @@ class WholeRun(NamedTuple):
     weights: Weights
     gradients: Mapping[str, Tensor]
     upstream: list[Tensor | None]
+    later: Later
 
 
 class TensorDryRun:
@@ -186,7 +192,12 @@ class TensorDryRun:
         if self._loss is None:
             return []
         with swapped_state(self._model, weights):
-            return [each.detach() for each in tree_leaves(self._loss(run.returned, batch[1]))]
+            return list(tree_leaves(self._loss(run.returned, batch[1])))
+
+    @torch.no_grad()
+    def _forward_again(self, model: nn.Module, batch: Any) -> Later:
+        outputs = [each.clone() for each in tree_leaves(call_model(model, batch[0]))]
+        return Later(outputs, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
     # ---- whole --------------------------------------------------------------------------------------
 
@@ -210,14 +221,16 @@ class TensorDryRun:
                 losses = self._losses(run, _cast(batch, dtype), weights.parameters)
             except Exception as error:  # of the user's loss, which raises it again where it is trained
                 self._loss_error = summarize_error(error)
-            upstream = _random_upstream(run.outputs)
-            run_backward(run.outputs, upstream)
+            upstream = _random_upstream([*run.outputs, *(losses or ())])
+            run_backward([*run.outputs, *(losses or ())], upstream)
+            later = self._forward_again(structure, _cast(batch, dtype))
         found = weights.local_gradients()
         gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
         if not all(bool(each.isfinite().all()) for each in gradients.values()):
             raise CheckUnavailable("gradients that are not finite")
         run = run._replace(returned=None, outputs=[each.detach() for each in run.outputs])
-        return WholeRun(run, losses, parts, gradients, upstream)
+        losses = None if losses is None else [each.detach() for each in losses]
+        return WholeRun(run, losses, parts, gradients, upstream, later)
 
     # ---- cut ----------------------------------------------------------------------------------------
 
@@ -237,22 +250,34 @@ class TensorDryRun:
             problem = self._problems.statistics(whole.run.trace, trace)
             if problem := problem or self._output_problem(whole.run, run, uses.names):
                 return Findings([problem])
+            losses: list[Tensor] = []
             if whole.losses is not None:
-                losses = self._losses(run, _cast(batch, dtype), whole.weights)
-                if not all(a.shape == b.shape and is_close(a, b) for a, b in zip(whole.losses, losses, strict=True)):
+                try:
+                    losses = self._losses(run, _cast(batch, dtype), whole.weights)
+                except (CallMismatch, PeerError):
+                    raise
+                except Exception as error:
+                    return Findings([self._problems.loss(summarize_error(error))])
+                if not _are_close(whole.losses, losses):
                     return Findings([self._problems.loss()])
             shards = dict.fromkeys(self._shards.values())
             draws = find_draws(whole.run.draws, run.draws, self._place, [each for each in shards if not each.is_whole])
             if draws.refused:
                 return Findings([self._problems.draw(draws.refused[0])])
-            run_backward(run.outputs, whole.upstream)
-        return Findings(gradients=self._compare_gradients(whole), draws=draws.known)
+            run_backward([*run.outputs, *losses], whole.upstream)
+            later = self._forward_again(self._model, _cast(batch, dtype))
+        gradients = self._compare_gradients(whole)
+        if not gradients and (problem := self._state_problem(whole.later, later)):
+            return Findings([problem])
+        return Findings(gradients=gradients, draws=draws.known)
+
+    def _state_problem(self, whole: Later, local: Later) -> Problem | None:
+        """What is wrong if the first forward has kept something else than that of the whole model."""
+        names = [n for n, buffer in local.buffers.items() if self._place.is_part(whole.buffers[n], buffer) is False]
+        return None if not names and _are_close(whole.outputs, local.outputs) else self._problems.state(names)
 
     def _output_problem(self, whole: Run, local: Run, outside: Sequence[str]) -> Problem | None:
-        pairs = list(zip(whole.outputs, local.outputs, strict=False))
-        if len(whole.outputs) == len(local.outputs) and all(
-            a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs
-        ):
+        if _are_close(whole.outputs, local.outputs):
             return None
         event = first_difference(whole.trace, local.trace, self._place, split_dims(self._model))
         ratio = 0.0
@@ -275,22 +300,9 @@ class TensorDryRun:
         return found
 
 
-class OutsideUses(TorchFunctionMode):
-    """Notes split weights that are used while their own layer does not run."""
-
-    def __init__(self, weights: Weights, shards: Mapping[str, TensorShard], trace: ModuleTrace) -> None:
-        super().__init__()
-        self._trace = trace
-        self._names = {id(p): name for name, p in weights.items() if not shards[name].is_whole}
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA_FUNCTIONS:
-            for each in args:
-                name = self._names.get(id(each))
-                if name is not None and self._trace.current != name.rpartition(".")[0]:
-                    self.names.append(name)
-        return func(*args, **(kwargs or {}))
+def _are_close(whole: Sequence[Tensor], local: Sequence[Tensor]) -> bool:
+    pairs = zip(whole, local, strict=False)
+    return len(whole) == len(local) and all(a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs)
 
 
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
@@ -299,9 +311,11 @@ def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
 
 @torch.no_grad()
 def _random_upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Random upstream gradients, one for each output that can be differentiated."""
+    """Random upstream gradients, one for each output that is finite and can be differentiated."""
     generator = torch.Generator().manual_seed(SEED)
-    return [random_tiled(each.detach(), generator).to(each.dtype) if each.requires_grad else None for each in outputs]
+    can_differ = [each.requires_grad and bool(each.isfinite().all()) for each in outputs]
+    pairs = zip(outputs, can_differ, strict=True)
+    return [random_tiled(each.detach(), generator).to(each.dtype) if differs else None for each, differs in pairs]
 
 
 @torch.no_grad()

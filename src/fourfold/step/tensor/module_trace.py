@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.tensor_tree import tree_leaves
@@ -78,6 +80,26 @@ class ModuleTrace:
     def find(self, name: str, kind: str) -> Tensor | None:
         """The last tensor that a module got or returned; None: there is none."""
         return next((each.tensor for each in reversed(self.events) if (each.name, each.kind) == (name, kind)), None)
+
+
+class OutsideUses(TorchFunctionMode):
+    """Notes split weights that are used while their own layer does not run."""
+
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], shards: Mapping[str, TensorShard], trace: ModuleTrace
+    ) -> None:
+        super().__init__()
+        self._trace = trace
+        self._names = {id(p): name for name, p in weights.items() if not shards[name].is_whole}
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA_FUNCTIONS:
+            for each in args:
+                name = self._names.get(id(each))
+                if name is not None and self._trace.current != name.rpartition(".")[0]:
+                    self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class TensorPlace(NamedTuple):

@@ -14,6 +14,7 @@ from fourfold.plan.tensor_layers import generalized
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_norm import uses_batch_stats
+from fourfold.step.dry_run.state_problems import format_names
 from fourfold.step.tensor.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.step.tensor.split_randomness import Draw
 from fourfold.step.tensor.tensor_axis import TensorAxis
@@ -134,13 +135,20 @@ class RuleProblems:
         got = f"the gradient of {name} is not the whole model's{more}"
         return Problem(got, NEED, self._look_at(module))
 
-    def loss(self) -> Problem:
-        """The loss is another one, of the same outputs."""
-        got = (
-            "a loss that is not the whole model's, though the outputs are: it reads weights or features that are split"
-        )
+    def loss(self, error: str = "") -> Problem:
+        """The loss is another one, of the same outputs; or it fails with this error."""
+        what = f"fails where the model is cut ({error})" if error else "is not the whole model's"
+        got = f"a loss that {what}, though the outputs are the same: it reads weights or features that are split"
         need = "a loss of outputs, targets, and what whole layers return"
-        return Problem(got, need, "no rule for the layers that it reads, or tp = 1")
+        tokens = 'residual = "whole" if it reads tokens, ' if self._splits_tokens else ""
+        return Problem(got, need, f"{tokens}no rule for the layers that it reads, or tp = 1")
+
+    def state(self, buffers: Sequence[str]) -> Problem:
+        """A forward keeps something else than the whole model's: values of split features, in these buffers."""
+        kept = format_names(buffers) if buffers else "something that the next forward reads"
+        got = f"forward keeps {kept}, and it is not what the whole model keeps"
+        attempt = f"{self._other_plan}, or {self._no_rule(None)}"
+        return Problem(got, "state that does not depend on which features or tokens are here", attempt)
 
     def hook(self, name: str) -> Problem:
         """A gradient hook of a weight that is split does something else with a part of its gradient."""
