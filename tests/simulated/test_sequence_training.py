@@ -136,6 +136,26 @@ def test_a_loss_that_shifts_its_targets_is_refused():
         threads.run(2, body)
 
 
+def test_a_loss_whose_gradient_alone_depends_on_other_tokens_is_refused():
+    def weighted(logits: Tensor, targets: Tensor) -> Tensor:
+        each = values(logits, targets)
+        return each / each.detach().mean()
+
+    with pytest.raises(TaskError, match="a loss whose gradient for a token depends on other ranks' tokens"):
+        threads.run(2, lambda comm: build(comm, Plan(), weighted)(batches(LM)[0]))
+
+
+def test_a_loss_that_is_not_finite_is_checked_with_the_next_batch():
+    def body(comm):
+        factors = iter([math.nan, math.nan, math.nan])
+        step = build(comm, Plan(), lambda o, t: shifted(o, t) * next(factors, 1.0), skip_nan=2)
+        step(batches(LM)[0])
+        step(batches(LM)[0])
+
+    with pytest.raises(TaskError, match=r"a loss of \d.* over 30 elements for all tokens"):
+        threads.run(2, body)
+
+
 SCALARS = {
     "shifted": (
         lambda logits, targets: F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()),
@@ -196,9 +216,9 @@ def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_
         threads.run(2, body)
 
 
-def build(comm, plan, loss, model=None):
+def build(comm, plan, loss, model=None, **options):
     plan = dataclasses.replace(plan, dp=1, sp=comm.size)
-    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=comm, clip=None)
+    return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=comm, clip=None, **options)
 
 
 BATCHES = {

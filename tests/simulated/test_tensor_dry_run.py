@@ -370,9 +370,19 @@ def anchored(model: nn.Module, term: Any) -> Any:
     return lambda o, t: squared(o, t) + term((model.get_parameter("blocks.0.up.weight") - anchor).square().sum())
 
 
+def balanced(model: nn.Module, term: Any) -> Any:
+    """A loss that reads what forward keeps in a module, and does not have before."""
+    block = model.get_submodule("blocks.0")
+    block.get_submodule("up").register_forward_hook(
+        lambda module, args, out: setattr(module, "kept", out.square().mean())
+    )
+    return lambda outputs, targets: squared(outputs, targets) + term(model.get_submodule("blocks.0.up").kept)
+
+
 TERMS: dict[str, tuple[Any, Any, str]] = {
     "features": (watched, lambda x: x, "a loss that is not the whole model's, though the outputs are"),
     "a weight": (penalized, lambda x: x, "a loss that is not the whole model's, though the outputs are"),
+    "an attribute": (balanced, lambda x: x, "a loss that is not the whole model's, though the outputs are"),
     "shapes": (anchored, lambda x: x, "a loss that fails where the model is cut .*though the outputs are"),
     "the gradient of features": (watched, lambda x: x - x.detach(), "the gradient of blocks.0.up.* is not"),
     "the gradient of a weight": (penalized, lambda x: x - x.detach(), "the gradient of blocks.0.up.* is not"),

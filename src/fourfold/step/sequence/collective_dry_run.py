@@ -3,8 +3,10 @@
 report  what one rank has found: problems, gradient projections, and the loss of all tokens and of its own shard
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,14 @@ from fourfold.step.dry_run.grad_projections import Projection
 from fourfold.step.dry_run.proof import Learned, Report, raise_problems
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
 from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
-from fourfold.step.sequence.losses import LossSum, ObservedLoss, loss_sum_problem, non_mean_problem, observe_loss
+from fourfold.step.sequence.losses import (
+    LossSum,
+    ObservedLoss,
+    gradient_problem,
+    loss_sum_problem,
+    non_mean_problem,
+    observe_loss,
+)
 from fourfold.step.sequence.token_shards import inputs_and_targets, sequence_length, shard_tokens, token_shards
 from fourfold.step.sequence.transformers import packed_problems
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -69,6 +78,8 @@ class SequenceCheck:
         raise_problems(reports, "the model")
         reports = [each for each in reports if "loss_sums" in each]
         self._check_gradients(reports)
+        # A loss that is not finite shows nothing: the next batch is tried.
+        reports = [each for each in reports if math.isfinite(each["loss_sums"][0][0])]
         self._check_losses(reports)
         if not reports:
             return None
@@ -109,12 +120,13 @@ class SequenceCheck:
         # Of all tokens: the dry run takes the first ones only.
         if packed := packed_problems(self._model, inputs):
             return {"packed": packed}
-        result, losses = self._inspect(inputs, targets, memory_fit)
+        result, losses, loss_problem = self._inspect(inputs, targets, memory_fit)
         return {
             "problems": result.problems,
             "gradients": result.grad_projections,
             "config": str(result.config),
             "fallback_reason": result.fallback_reason,
+            "loss_problem": loss_problem,
             "loss_sums": [each.loss_sum for each in losses],
             "has_mean": any(each.is_mean for each in losses),
             "non_mean_op": next((each.non_mean_op for each in losses if each.non_mean_op is not None), None),
@@ -124,8 +136,8 @@ class SequenceCheck:
 
     def _inspect(
         self, inputs: Mapping[str, Any], targets: Any, memory_fit: MemoryFit
-    ) -> tuple[DryRunResult, list[ObservedLoss]]:
-        """The result for the model; without problems, also the loss of all tokens, and that of this rank's."""
+    ) -> tuple[DryRunResult, list[ObservedLoss], Problem | None]:
+        """The result for the model; without problems, also the loss of all tokens, this rank's, and what is wrong."""
         length = sequence_length((inputs, targets))
         inputs, targets = self._truncate(inputs, targets)
         num_tokens = sequence_length((inputs, targets))
@@ -137,17 +149,18 @@ class SequenceCheck:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if num_tokens == length:
                 problem = Problem(f"a model that fails on a sample of {length} tokens: {text}", "a model that runs")
-                return DryRunResult([problem]), []
+                return DryRunResult([problem]), [], None
             got = f"sp > 1 and a model that fails on {num_tokens} tokens, where a sample has {length}: {text}"
-            return DryRunResult([Problem(got, "a model that takes any number of tokens")]), []
+            return DryRunResult([Problem(got, "a model that takes any number of tokens")]), [], None
         if result.problems:
-            return result, []
+            return result, [], None
         num_samples = len(next(tree_leaves(targets)))
-        with torch.no_grad():
+        with torch.no_grad(), _loss_explained():
             full = observe_loss(self._loss, result.outputs, targets, num_samples)
             # Computed from the same outputs, so that the two differ by the loss alone.
             outputs = shard_tokens(result.outputs, shard)
-            return result, [full, observe_loss(self._loss, outputs, shard_tokens(targets, shard), num_samples)]
+            local = observe_loss(self._loss, outputs, shard_tokens(targets, shard), num_samples)
+            return result, [full, local], gradient_problem(full, local, shard)
 
     def _check_gradients(self, reports: Sequence[Report]) -> None:
         """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""
@@ -185,8 +198,23 @@ class SequenceCheck:
                 problem = loss_sum_problem(full_sum, shard_sums, tolerance=group[0]["tolerance"])
             else:
                 problem = non_mean_problem(op, len(shard_sums))
+            if problem is None:
+                problem = next((Problem(*each["loss_problem"]) for each in group if each["loss_problem"]), None)
             if problem is not None:
                 raise TaskError(problem, where="the loss")
+
+
+@contextlib.contextmanager
+def _loss_explained() -> Iterator[None]:
+    """Within, an error of the loss says what it is called with."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "  the dry run of sp calls the loss with outputs alone, for all tokens and for this rank's; what forward "
+            "keeps in the model is not there\n    try values of each token among the outputs, or sp = 1"
+        )
+        raise
 
 
 def _by_sp_group(reports: Sequence[Report]) -> list[list[Report]]:

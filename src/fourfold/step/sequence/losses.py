@@ -6,6 +6,7 @@ ignored  targets that torch's losses leave out, as with `ignore_index`
 Law: the sums and counts of the ranks add up to those of all tokens, or the loss is refused.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from fourfold.parts.torch_private import (
 from fourfold.step.batch import has_token_dim
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
-from fourfold.step.sequence.token_shards import TokenShard
+from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import RESHAPING_NODES, ignore_index_of
 from fourfold.words.errors import Problem, TaskError
@@ -54,15 +55,20 @@ class LossSum(NamedTuple):
 
 
 class ObservedLoss(NamedTuple):
-    """A loss. `is_mean`: it was a scalar; `non_mean_op`: the operation that made that scalar, if that is no mean."""
+    """A loss. `is_mean`: it was a scalar; `non_mean_op`: the operation that made that scalar, if that is no mean.
+
+    gradients  those of the sum by the outputs
+    """
 
     loss_sum: LossSum
     is_mean: bool
     ignored_indices: list[int]
     non_mean_op: str | None
     tolerance: float
+    gradients: Sequence[Tensor]
 
 
+@torch.enable_grad()
 def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, num_samples: int) -> ObservedLoss:
     """Compute a loss, and observe how."""
     ignored = []
@@ -72,7 +78,7 @@ def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, nu
             ignored.append(index)
 
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
-    with torch.enable_grad(), intercept_attention(AttentionCall.run_sdpa, observer=observe):
+    with intercept_attention(AttentionCall.run_sdpa, observer=observe):
         value = loss(outputs, targets)
     half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
     tolerance = HALF_TOLERANCE if half else TOLERANCE
@@ -80,10 +86,34 @@ def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, nu
         count, non_mean_op = _num_averaged(value), None
         if count is None:
             non_mean_op = "the model" if value.grad_fn is None else value.grad_fn.name()
-        loss_sum = LossSum(float(value) * (count or 0.0), count or 0.0)
-        return ObservedLoss(loss_sum, True, ignored, non_mean_op, tolerance)
+        loss_sum = LossSum(float(value.detach()) * (count or 0.0), count or 0.0)
+        gradients = _gradients(value * (count or 0.0), outputs)
+        return ObservedLoss(loss_sum, True, ignored, non_mean_op, tolerance, gradients)
     total = sum_loss(value, num_samples)
-    return ObservedLoss(LossSum(float(total.total), float(total.count)), False, ignored, None, tolerance)
+    loss_sum = LossSum(float(total.total.detach()), float(total.count))
+    return ObservedLoss(loss_sum, False, ignored, None, tolerance, _gradients(total.total, outputs))
+
+
+def _gradients(total: Tensor, outputs: Any) -> Sequence[Tensor]:
+    leaves = [each for each in tree_leaves(outputs) if each.requires_grad]
+    if not leaves or total.grad_fn is None:
+        return [torch.zeros_like(each) for each in leaves]
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
+
+
+def gradient_problem(full: ObservedLoss, local: ObservedLoss, shard: TokenShard) -> Problem | None:
+    """What is wrong if the gradients of a shard are not its rows of those of all tokens."""
+    if full.non_mean_op is not None or not math.isfinite(full.loss_sum.total):  # it is refused, or shows nothing
+        return None
+    for whole, part in zip(full.gradients, local.gradients, strict=True):
+        expected = shard_tokens(whole, shard)
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        if bool((expected - part).abs().le(10 * full.tolerance * largest).logical_or(expected.isnan()).all()):
+            continue
+        got = "sp > 1 and a loss whose gradient for a token depends on other ranks' tokens, though its value does not"
+        need = "a loss that compares each token's output with the same token's target"
+        return Problem(got, need, "no means of other tokens, detached ones too, or sp = 1")
+    return None
 
 
 def _num_averaged(value: Tensor) -> float | None:

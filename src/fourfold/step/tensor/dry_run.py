@@ -42,6 +42,8 @@ from fourfold.words.errors import PeerError, Problem, TaskError
 
 SEED = 13
 Weights = Mapping[str, nn.Parameter]
+MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+"""The attributes that torch gives to every module."""
 LossFunction = Callable[[Any, Any], Any]
 
 
@@ -187,11 +189,13 @@ class TensorDryRun:
             returned = call_model(model, batch[0])
         return Run(returned, list(tree_leaves(returned)), trace, recorder.draws)
 
-    def _losses(self, run: Run, batch: Any, weights: Weights) -> list[Tensor]:
-        """The tensors that the loss returns. `weights`: what it finds if it reads those of the model."""
+    def _losses(self, run: Run, batch: Any, weights: Mapping[str, Tensor], ran: nn.Module) -> list[Tensor]:
+        """The tensors that the loss returns. What it reads of the model are these weights, and what `ran` has kept."""
         if self._loss is None:
             return []
-        with swapped_state(self._model, weights):
+        with preserve_module(self._model), swapped_state(self._model, weights):
+            for module, other in zip(self._model.modules(), ran.modules(), strict=True):
+                vars(module).update({k: v for k, v in vars(other).items() if k not in MODULE_ATTRIBUTES})
             return list(tree_leaves(self._loss(run.returned, batch[1])))
 
     @torch.no_grad()
@@ -218,7 +222,9 @@ class TensorDryRun:
                 raise CheckUnavailable("outputs that are not finite")
             losses = None
             try:
-                losses = self._losses(run, _cast(batch, dtype), weights.parameters)
+                losses = self._losses(
+                    run, _cast(batch, dtype), {**dict(structure.named_buffers()), **weights.parameters}, structure
+                )
             except Exception as error:  # of the user's loss, which raises it again where it is trained
                 self._loss_error = summarize_error(error)
             upstream = _random_upstream([*run.outputs, *(losses or ())])
@@ -253,7 +259,7 @@ class TensorDryRun:
             losses: list[Tensor] = []
             if whole.losses is not None:
                 try:
-                    losses = self._losses(run, _cast(batch, dtype), whole.weights)
+                    losses = self._losses(run, _cast(batch, dtype), whole.weights, self._model)
                 except (CallMismatch, PeerError):
                     raise
                 except Exception as error:
