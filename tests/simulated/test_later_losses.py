@@ -126,6 +126,20 @@ def test_a_loss_of_several_means_is_refused_once_their_counts_are_uneven(name, s
     assert all(threads.run(split[0], body))
 
 
+def test_a_later_part_with_none_of_the_means_that_are_counted_is_refused_and_not_dropped():
+    def loss(o, y):
+        return F.mse_loss(o, y) if (y < 7).all() else (o - y).square().sum() / 3
+
+    def body(comm):
+        inputs = torch.linspace(-1, 1, 12, dtype=WIDE).view(4, 3)
+        model = nn.Linear(3, 3, dtype=WIDE)
+        step = TrainStep(model, loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        given = [(inputs, inputs.cos()), (inputs, inputs.cos() + 9 * (inputs > 0.9))]
+        return refused_after(step, given, 2, "whose counts are not proportional")
+
+    assert all(threads.run(2, body))
+
+
 @pytest.mark.parametrize("name", LATER)
 def test_the_same_losses_train_as_in_one_process_while_no_target_is_ignored(name):
     given = [(inputs, targets.clamp(min=0)) for inputs, targets in batches()]

@@ -223,6 +223,8 @@ class Objective:
         if calls and self._is_batch_split:  # all parts take the same means
             kind = repr((self._loss_names, _is_torch_mean(value, calls)))
             others.append((1.0 + zlib.crc32(kind.encode()) / 2**32) * count)
+        elif self.uses_counts and self._is_batch_split:  # a number without a count would be dropped
+            others.append((value.detach().isfinite() & (value.detach() != 0)).double().reshape(()))
         dtype = torch.promote_types(value.dtype, torch.float32)
         total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)
         return with_others(total, count, others) if others else Loss(total, count)
