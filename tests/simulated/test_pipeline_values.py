@@ -410,6 +410,20 @@ class Skipping(Net):
         return x
 
 
+class BufferLater(Net):
+    """A buffer of the model is written in front of the blocks, not in the first batch."""
+
+    average: Tensor
+
+    def define(self) -> None:
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def through(self, x: Tensor) -> Tensor:
+        if FIRST.is_over:
+            self.average = x.detach().mean((0, 1))
+        return super().through(x)
+
+
 FIRST = threading.local()
 """Whether the first batch `is_over` on this rank."""
 
@@ -550,6 +564,20 @@ def test_the_last_stage_has_the_buffers_that_it_writes():
         return [step.pipeline.is_own(name) for name in ("average", "emb.weight")]
 
     assert threads.run(2, body) == [[False, True], [True, False]]
+
+
+def test_a_buffer_that_the_first_stage_writes_later_is_saved():
+    def body(comm: Any) -> float:
+        FIRST.is_over = False
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(made(BufferLater), cross_entropy, sgd, plan=Plan(pp=2), communicator=comm)
+        for batch in batches()[:2]:
+            step(batch)
+            FIRST.is_over = True
+        return step.state_dict()["model"]["average"].abs().sum().item()
+
+    first, last = threads.run(2, body)
+    assert first == last > 0
 
 
 RANK = threading.local()

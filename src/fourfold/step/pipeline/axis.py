@@ -23,6 +23,7 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.digests.batches import batch_digest
 from fourfold.step.pipeline.chain import StageMap
 from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.stand_in import StandIn
 from fourfold.step.pipeline.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
 from fourfold.step.pipeline.values import OBJECT, TENSOR, describe, take_apart, without_caches
 from fourfold.words.errors import PlanError, Problem, TaskError
@@ -164,8 +165,10 @@ class PipelineAxis(NamedTuple):
         if not self.is_cut:
             return dict(own)
         late = () if self.is_last else self.known.late_buffers
-        own = {
-            kind: {n: v for n, v in state.items() if n not in late} if kind == "model" else state
+        own = {  # a buffer that is a stand-in was written on an earlier stage, which has it
+            kind: {n: v for n, v in state.items() if n not in late and not isinstance(v, StandIn)}
+            if kind == "model"
+            else state
             for kind, state in own.items()
         }
         merged: dict[str, Any] = {}
