@@ -207,3 +207,31 @@ def test_a_floor_under_a_loss_that_may_be_negative_is_refused(kind, floor):
         return floor(MAY_BE_NEGATIVE[kind](outputs, F.one_hot(targets, CLASSES).to(outputs.dtype)))
 
     refused(net, PLANS[0], "a scalar loss of", loss)
+
+
+class Clamp(torch.autograd.Function):
+    """A backward that looks at one sample at a time, but is not linear in the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].clamp(-1e-2, 1e-2)
+
+
+def test_a_backward_that_depends_on_the_size_of_gradients_trains_equal_counts_and_refuses_others() -> None:
+    inputs, targets = batch()
+
+    def body(comm: Any) -> None:
+        model = net(lambda _, x: Clamp.apply(x), torch.float64)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, same_batches="allow")
+        step((inputs.double(), targets))
+        before = [p.detach().clone() for p in model.parameters()]
+        ignoring = targets.where(torch.arange(SAMPLES) > comm.rank, -100)
+        with pytest.raises(TaskError, match=r"changes gradients by their size.* 13 counted elements .* divided by 16"):
+            step((inputs.double(), ignoring))
+        assert all(map(torch.equal, before, model.parameters()))
+
+    threads.run(2, body)

@@ -79,6 +79,14 @@ def uneven_problem(names: str) -> Problem:
     return Problem(got, "one count for each part, so that the parts add up to the batch", MEND)
 
 
+def scale_problem(count: float, nominal: float) -> Problem:
+    """The problem of a backward that is not linear in the upstream gradient, in a step of another count."""
+    got = "a backward that changes gradients by their size (a clamp, a sign, a threshold, in a hook or a function"
+    got += f" of your own), and a batch of {count:g} counted elements where gradients were divided by {nominal:g}"
+    need = "as many in every microbatch and step, so that gradients have the size that they have on one device"
+    return Problem(got, need, "drop_last=True; or bound the whole gradient instead (clip)")
+
+
 def _checked_sum(value: Any) -> Tensor:
     """The sum of a pair (sum, count)."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():

@@ -58,6 +58,8 @@ class Objective:
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
         self.is_mixed = False
         """Whether a scalar loss has other parts than torch's means, which differ from sample to sample."""
+        self.is_scale_dependent = False
+        """Whether backward is not linear in the upstream gradient: it clamps, say."""
         self.uses_counts = False
         """Whether a scalar loss is weighted by the elements that torch's loss functions count."""
         self.observes_forward = True

@@ -27,7 +27,7 @@ from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.batch import Microbatch
 from fourfold.step.digests.batches import batch_mismatch_problem
-from fourfold.step.loss_sum import Loss, is_uneven, uneven_problem
+from fourfold.step.loss_sum import Loss, is_uneven, scale_problem, uneven_problem
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
@@ -230,6 +230,8 @@ class StepState:
         self.trained_count = self.parts.sync.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
         nominal = self.known_nominal_count
+        if self.parts.objective.is_scale_dependent and self.trained_count not in (0, nominal):
+            self._refusal = TaskError(scale_problem(self.trained_count, nominal), where="the model")
         self.grad_scale = nominal / (self.trained_count or nominal) / self.parts.loss_scale.value
 
     def nonfinite_microbatches(self) -> list[range]:

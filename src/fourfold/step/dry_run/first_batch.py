@@ -136,6 +136,7 @@ class ForwardCheck:
         learned = {
             "training": training,
             "is_mixed": any(loss.is_mixed for loss in comparable),
+            "is_scale_dependent": False,
             "is_shape_1_scalar": any(report["is_shape_1_scalar"] for report in reports),
             "uses_counts": any(report["uses_counts"] for report in reports),
             "needs_empty_ranks": any(report["has_writes"] for report in reports)
@@ -163,7 +164,7 @@ class ForwardCheck:
     def _teach_objective(self, learned: Learned) -> None:
         objective = self._task.objective
         objective.is_mixed, objective.is_shape_1_scalar = learned["is_mixed"], learned["is_shape_1_scalar"]
-        objective.uses_counts = learned["uses_counts"]
+        objective.uses_counts, objective.is_scale_dependent = learned["uses_counts"], learned["is_scale_dependent"]
 
     def _check_empty_ranks(self, reports: Sequence[Report], learned: Learned) -> None:
         empty_ranks = [rank for rank, report in enumerate(reports) if report["is_empty"]]
@@ -228,7 +229,9 @@ class GradientCheck:
             if weaker.config is not None:
                 how = f"computed {weaker.config} instead of {STRICTEST_LOSS_CHECK}"
             log.warning("the dry run of the loss %s: %s", how, weaker.fallback_reason)
-        return self._forwards.shown
+        shown = self._forwards.shown
+        is_scale_dependent = any(each.is_scale_dependent for each in results)
+        return None if shown is None else {**shown, "is_scale_dependent": is_scale_dependent}
 
     def learn(self, learned: Learned, batch: Any) -> None:
         self._forwards.shown = None

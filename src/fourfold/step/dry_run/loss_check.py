@@ -38,6 +38,8 @@ from fourfold.words.errors import Problem
 
 # Relative to the largest of a parameter's gradients, by the size in bytes of the least precise number in a forward.
 GRADIENT_TOLERANCE = {8: 1e-8, 4: 1e-2, 2: 2e-1, 1: 5e-1}
+# Of upstream gradients. Powers of two: a backward that is linear gives the same, bit for bit.
+SCALES = 2.0**-30, 2.0**30
 
 
 class CheckResult(NamedTuple):
@@ -47,6 +49,8 @@ class CheckResult(NamedTuple):
     config: str | None = None
     fallback_reason: str = ""
     """Why the strictest check was unavailable; empty if it was made."""
+    is_scale_dependent: bool = False
+    """Whether backward is not linear in the upstream gradient: it clamps, say."""
 
 
 class PassResult(NamedTuple):
@@ -71,10 +75,19 @@ class LossCheck:
             id(p): self._loss_param_copies[name] for name, p in self._loss_modules.named_parameters()
         }
         self._trained = {name: p for name, p in self._param_copies.items() if p.requires_grad}
+        self.is_scale_dependent = False
 
     def run(self, full: Any, parts: Sequence[Any]) -> Problem | None:
         """What is wrong with the loss, if anything. Raises CheckUnavailable if this check cannot be made."""
-        full_pass, parts_pass = self._run_pass([full]), self._run_pass(parts)
+        if self._config.dtype is not None:
+            with contextlib.suppress(CheckUnavailable):
+                if self._compare(full, parts, SCALES) is None:
+                    return None
+                self.is_scale_dependent = True  # unless the next comparison shows a problem too
+        return self._compare(full, parts, (1.0, 1.0))
+
+    def _compare(self, full: Any, parts: Sequence[Any], scales: tuple[float, float]) -> Problem | None:
+        full_pass, parts_pass = self._run_pass([full], scales[0]), self._run_pass(parts, scales[1])
         if self._config.dtype is not None:  # in the model's own dtype, losses have been compared already
             problem = self._compare_losses(full_pass, parts_pass, [num_samples(part) for part in parts]).problem
             if problem is not None:
@@ -83,24 +96,25 @@ class LossCheck:
 
     # ---- forward and backward -----------------------------------------------------------------------
 
-    def _run_pass(self, batches: Sequence[Any]) -> PassResult:
+    def _run_pass(self, batches: Sequence[Any], scale: float) -> PassResult:
         results, itemsize, count = [], 8, 0.0
         for batch in batches:
             with self._patched_model() as mode:
-                result = self._forward_backward(batch)
+                result = self._forward_backward(batch, scale)
             itemsize = min(itemsize, mode.min_itemsize)
             results.append(result)
             count += float(result.loss.count)
         if not count:
             raise CheckUnavailable("a loss of no elements")
+        count *= scale
         projections = [Projection(each.value / count, each.norm / count) for each in project_gradients(self._trained)]
         numbers = [*(float(result.loss.total) for result in results), *(each.norm for each in projections)]
         if not all(map(math.isfinite, numbers)):
             raise CheckUnavailable("a loss or a gradient that is not finite")
         return PassResult(results, projections, itemsize)
 
-    def _forward_backward(self, batch: Any) -> ForwardResult:
-        """The loss of a batch; its gradients are added to the gradients of the copies."""
+    def _forward_backward(self, batch: Any, scale: float) -> ForwardResult:
+        """The loss of a batch; its gradients, times `scale`, are added to the gradients of the copies."""
         samples = num_samples(batch)
         inputs, targets = tree_map(
             unpack_batch(batch), lambda tensor: cast_real(detached_clone(tensor), self._config.dtype)
@@ -108,7 +122,7 @@ class LossCheck:
         result = self._objective(self._model, Microbatch(inputs, targets, samples, 0))
         total = result.loss.total
         if total.requires_grad and float(result.loss.count):
-            run_backward(total, [torch.ones_like(total)])
+            run_backward(total, [torch.full_like(total, scale)])
         outputs, raw_loss = (tree_map(tree, Tensor.detach) for tree in (result.outputs, result.raw_loss))
         loss = dataclasses.replace(result.loss, total=total.detach())
         return ForwardResult(outputs, raw_loss, result.calls, loss)
@@ -180,8 +194,9 @@ def check_loss(
     for config in LOSS_CHECKS if memory_fit.fits_float64 else LOSS_CHECKS[-1:]:
         try:
             with preserve_module(model), preserve_module(objective.loss_modules(model)):
-                problem = _run_check(model, objective, config, full, parts, device)
-            return CheckResult(problem, str(config), "; ".join(where + cause for where, cause in reasons))
+                problem, is_scale_dependent = _run_check(model, objective, config, full, parts, device)
+            fallback_reason = "; ".join(where + cause for where, cause in reasons)
+            return CheckResult(problem, str(config), fallback_reason, is_scale_dependent)
         except CheckUnavailable as error:
             reasons.append((f"{config}: ", str(error)))
     return CheckResult(None, None, "; ".join(dict.fromkeys(cause for _, cause in reasons)))
@@ -194,14 +209,14 @@ def _run_check(
     full: Any,
     parts: Sequence[Any],
     device: torch.device,
-) -> Problem | None:
+) -> tuple[Problem | None, bool]:
     try:
         check = LossCheck(model, objective, config, device)
     # Other errors are not the model's: this may all-gather weights.
     except torch.OutOfMemoryError as error:
         raise CheckUnavailable(summarize_error(error)) from error
     try:
-        return check.run(full, parts)
+        return check.run(full, parts), check.is_scale_dependent
     except CheckUnavailable:
         raise
     except Exception as error:  # from the model or the loss, which run in their own dtype
