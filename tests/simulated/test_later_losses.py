@@ -319,3 +319,25 @@ def test_a_mean_that_depends_on_which_samples_there_are_is_refused_where_the_fir
             step((given[0] + comm.rank, given[1]))
 
     threads.run(2, body)
+
+
+@pytest.mark.parametrize("first", ["values", "pair"])
+def test_a_scalar_of_a_later_batch_is_refused_where_the_first_loss_was_none(first):
+    later = list[bool]()
+
+    def loss(o, y):
+        values = ce(*flat(o, y), reduction="none")
+        if later:
+            return values.sum()
+        return values if first == "values" else (values.sum(), values.numel())
+
+    def body(comm):
+        step = TrainStep(net(), loss, sgd, plan=Plan(microbatches=2), communicator=comm, clip=None)
+        before, after = batches()[:2]
+        step(before)
+        step.evaluate(before)
+        later.append(True)
+        with pytest.raises(TaskError, match="a scalar loss, where the loss of the first batch was none"):
+            step(after)
+
+    threads.run(1, body)

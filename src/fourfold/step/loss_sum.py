@@ -79,6 +79,12 @@ def uneven_problem(names: str) -> Problem:
     return Problem(got, "one count for each part, so that the parts add up to the batch", MEND)
 
 
+def other_form_problem() -> Problem:
+    """The problem of a scalar that no dry run has seen."""
+    got = "a scalar loss, where the loss of the first batch was none"
+    return Problem(got, "one form of loss for every batch: whether a scalar is a mean is checked on the first", MEND)
+
+
 def scale_problem(count: float, nominal: float) -> Problem:
     """The problem of a backward that is not linear in the upstream gradient, in a step of another count."""
     got = "a backward that changes gradients by their size (a clamp, a sign, a threshold, in a hook or a function"

@@ -20,10 +20,11 @@ from fourfold.parts.torch_private import is_compiled
 from fourfold.step.batch import Microbatch
 from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.loss_function import LossFunction
-from fourfold.step.loss_sum import Loss, sum_loss, with_others
+from fourfold.step.loss_sum import Loss, other_form_problem, sum_loss, with_others
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import RESHAPING_NODES, LossCall, observing
+from fourfold.words.errors import TaskError
 
 MAX_NODES = 64  # walking over the graph takes time in each forward
 
@@ -56,6 +57,8 @@ class Objective:
         self._around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
+        self.has_scalar: bool | None = None
+        """Whether the loss of the first batch was a scalar; None: not known, or nothing is split."""
         self.is_mixed = False
         """Whether a scalar loss has other parts than torch's means, which differ from sample to sample."""
         self.is_scale_dependent = False
@@ -105,6 +108,8 @@ class Objective:
         """The loss of a microbatch's outputs. Raises TaskError if there is no loss."""
         with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
             value = self.raw_loss(output.outputs, part)
+        if self.has_scalar is False and isinstance(value, Tensor) and value.dim() == 0 and torch.is_grad_enabled():
+            raise TaskError(other_form_problem(), where="the loss")
         return self._make_result(output.outputs, value, [*output.calls, *calls], part)
 
     def __call__(self, model: nn.Module, part: Microbatch) -> ForwardResult:

@@ -133,8 +133,10 @@ class ForwardCheck:
             raise TaskError(problems, where="the model")
         losses = [LossComparison(*report["loss"]) for report in reports if report["loss"] is not None]
         comparable = [loss for loss in losses if loss.is_comparable]
+        forms = [report["has_scalar"] for report in reports if "has_scalar" in report]
         learned = {
             "training": training,
+            "has_scalar": any(forms) if forms else None,
             "is_mixed": any(loss.is_mixed for loss in comparable),
             "is_scale_dependent": False,
             "is_shape_1_scalar": any(report["is_shape_1_scalar"] for report in reports),
@@ -164,6 +166,8 @@ class ForwardCheck:
     def _teach_objective(self, learned: Learned) -> None:
         objective = self._task.objective
         objective.is_mixed, objective.is_shape_1_scalar = learned["is_mixed"], learned["is_shape_1_scalar"]
+        if learned["training"]:
+            objective.has_scalar = learned["has_scalar"]
         objective.uses_counts, objective.is_scale_dependent = learned["uses_counts"], learned["is_scale_dependent"]
 
     def _check_empty_ranks(self, reports: Sequence[Report], learned: Learned) -> None:

@@ -113,13 +113,14 @@ class ForwardComparison:
             # A pair (sum, count) is not compared: it says that the loss of a part is what the user wants.
             is_loss_compared = isinstance(raw_loss, Tensor) and (training or raw_loss.numel() == 1)
             has_writes = full.has_writes
+            form = {} if full.result is None else {"has_scalar": isinstance(raw_loss, Tensor) and raw_loss.dim() == 0}
             if not is_loss_compared and not has_writes:
-                return {}
+                return form
             try:
                 full, parts = self._forward_parts(batch, full)
             except _SIZE_ERRORS:
                 if isinstance(raw_loss, Tensor) and raw_loss.numel() > 1 and not has_writes:
-                    return {}  # The model takes this many samples only, and every part of a batch has as many.
+                    return form  # The model takes this many samples only, and every part of a batch has as many.
                 raise
             problems = self._state_problems(batch, [*parts, full]) if full.state_changes else []
             if full.loss_state_changes:
@@ -128,7 +129,7 @@ class ForwardComparison:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
-        report = {"problems": problems, **self._summarize(full)}
+        report = {"problems": problems, **self._summarize(full), **form}
         return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
 
     def extend_compared(self, batch: Any, few: Any) -> None:
