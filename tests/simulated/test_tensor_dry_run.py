@@ -353,6 +353,27 @@ def test_wrong_rules_are_refused_by_name(case):
     assert re.search(message, found), found
 
 
+def roots(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of a root is not finite at 0, nor the root of a negative number."""
+    return (0 * outputs).sqrt().mean((1, 2)) + squared(outputs, targets)
+
+
+def test_wrong_rules_are_refused_though_the_loss_has_no_finite_gradients():
+    found = refusal(functools.partial(make_net, MLP), roots, features(), {"blocks.*.up": "column"})
+    assert "blocks.0.down (Linear) gets split features" in found
+
+
+def test_a_batch_that_gives_no_finite_numbers_shows_nothing_and_the_next_one_is_checked():
+    def body(comm):
+        step = make_step(make_net(MLP), squared, comm, Plan(tp=2), {"blocks.*.up": "column"})
+        inputs, targets = features()
+        step.dry_run((inputs * float("nan"), targets))
+        with pytest.raises(TaskError, match="gets split features"):
+            step.dry_run((inputs, targets))
+
+    threads.run(2, body)
+
+
 def watched(model: nn.Module, term: Any) -> Any:
     """A loss that reads the features between a column and a row layer, which a hook keeps."""
     kept: list[Any] = []

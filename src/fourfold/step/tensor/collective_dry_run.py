@@ -115,8 +115,8 @@ class TensorCheck:
         if problems:
             raise TaskError(list(dict.fromkeys(problems)), where=WHERE)
         self._warn(reports)
-        if not any(report["has_samples"] for report in reports):
-            return None
+        if not any(report["has_samples"] and report["is_finite"] for report in reports):
+            return None  # the next batch may show more
         return {"training": self._model.training, "draws": [_draws_at(reports, i) for i in range(len(groups[0]))]}
 
     def learn(self, learned: Learned, batch: Any) -> None:

@@ -47,6 +47,13 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 LossFunction = Callable[[Any, Any], Any]
 
 
+MakeSource = Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource]
+
+
+class NotFinite(CheckUnavailable):
+    """The whole model gives numbers that are not finite. Those of another batch may be."""
+
+
 class TensorMemoryFit(NamedTuple):
     """Which dry runs fit into memory: with all whole weights held, and with each drawn where it is used."""
 
@@ -67,6 +74,7 @@ class Findings(NamedTuple):
     dtype        in which was compared; None: the model's own
     draws        for which part of its tensor each dropout of the forward draws
     unavailable  why nothing was compared; empty: it was
+    is_finite    nothing was compared only because of numbers that are not finite: False
     fallback     why it was not compared in float64
     loss_error   why the loss was not compared
     """
@@ -77,6 +85,7 @@ class Findings(NamedTuple):
     out_of_step: bool = False
     draws: Sequence[FoundDraw] = ()
     unavailable: str = ""
+    is_finite: bool = True
     fallback: str = ""
     loss_error: str = ""
 
@@ -142,10 +151,12 @@ class TensorDryRun:
         has_float64 = any(dtype is not None for dtype, _ in ways)
         reasons = [] if has_float64 else ["the model does not fit into memory in float64"]
         error: Exception | None = None
+        is_finite = True
         for number, (batch, (dtype, source)) in enumerate(itertools.product(samples, ways)):
             try:
                 whole = self._run_whole(batch, dtype, source)
             except CheckUnavailable as unavailable:
+                is_finite = is_finite and not isinstance(unavailable, NotFinite)
                 reasons.append(str(unavailable))
                 continue
             except Exception as caught:  # float64 may be what the model fails in
@@ -164,7 +175,8 @@ class TensorDryRun:
         if error is not None:
             raise error
         group.finish(has_failed=False)
-        return Findings(unavailable="; ".join(dict.fromkeys(reasons)) or "the model does not fit into memory")
+        reason = "; ".join(dict.fromkeys(reasons)) or "the model does not fit into memory"
+        return Findings(unavailable=reason, is_finite=is_finite)
 
     # ---- both models --------------------------------------------------------------------------------
 
@@ -205,12 +217,18 @@ class TensorDryRun:
 
     # ---- whole --------------------------------------------------------------------------------------
 
-    def _run_whole(
-        self,
-        batch: Any,
-        dtype: torch.dtype | None,
-        source: Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource],
-    ) -> WholeRun:
+    def _run_whole(self, batch: Any, dtype: torch.dtype | None, source: MakeSource) -> WholeRun:
+        """The whole model's run, without the loss where that has no finite gradients."""
+        try:
+            return self._run_with(batch, dtype, source, has_loss=self._loss is not None)
+        except NotFinite:
+            if self._loss is None:
+                raise
+            whole = self._run_with(batch, dtype, source, has_loss=False)
+            self._loss_error = "with random weights, its gradients are not finite"
+            return whole
+
+    def _run_with(self, batch: Any, dtype: torch.dtype | None, source: MakeSource, *, has_loss: bool) -> WholeRun:
         structure = self._axis.structure
         for module, before in zip(self._model.modules(), structure.modules(), strict=True):
             before.training = module.training
@@ -219,12 +237,10 @@ class TensorDryRun:
         with self._computing(structure, weights.parameters, dtype), weights:
             run = self._forward(structure, _cast(batch, dtype), ModuleTrace(structure))
             if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
-                raise CheckUnavailable("outputs that are not finite")
-            losses = None
+                raise NotFinite("outputs that are not finite")
+            losses, state = None, {**dict(structure.named_buffers()), **weights.parameters}
             try:
-                losses = self._losses(
-                    run, _cast(batch, dtype), {**dict(structure.named_buffers()), **weights.parameters}, structure
-                )
+                losses = self._losses(run, _cast(batch, dtype), state, structure) if has_loss else None
             except Exception as error:  # of the user's loss, which raises it again where it is trained
                 self._loss_error = summarize_error(error)
             upstream = _random_upstream([*run.outputs, *(losses or ())])
@@ -233,7 +249,7 @@ class TensorDryRun:
         found = weights.local_gradients()
         gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
         if not all(bool(each.isfinite().all()) for each in gradients.values()):
-            raise CheckUnavailable("gradients that are not finite")
+            raise NotFinite("gradients that are not finite")
         run = run._replace(returned=None, outputs=[each.detach() for each in run.outputs])
         losses = None if losses is None else [each.detach() for each in losses]
         return WholeRun(run, losses, parts, gradients, upstream, later)
