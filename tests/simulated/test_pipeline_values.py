@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -401,6 +402,43 @@ class KeptLater(Net):
         return outputs + sum(block.aux for block in self.blocks)
 
 
+class WritingLater(Block):
+    """Writes into what it is given, in later batches."""
+
+    def forward(self, x: Tensor, into: Any) -> Tensor:
+        if FIRST.is_over and isinstance(into, list):
+            into.append(x.mean())
+        elif FIRST.is_over and isinstance(into, dict):
+            into["mean"] = x.mean()
+        elif FIRST.is_over and isinstance(into, Tensor):
+            into.add_(x.detach().mean())
+        elif FIRST.is_over:
+            into.mean = x.mean()
+        return super().forward(x)
+
+
+class WrittenLater(Net):
+    block, make = WritingLater, list
+
+    def through(self, x: Tensor) -> Tensor:
+        into = self.make()
+        for block in self.blocks:
+            x = block(x, into)
+        return x
+
+
+class WrittenDict(WrittenLater):
+    make = dict
+
+
+class WrittenObject(WrittenLater):
+    make = types.SimpleNamespace
+
+
+class WrittenTensor(WrittenLater):
+    make = staticmethod(lambda: torch.zeros((), dtype=torch.float64))
+
+
 class Skipping(Net):
     """Leaves a block out in later batches."""
 
@@ -613,6 +651,8 @@ def test_no_tensor_rank_waits_for_one_that_fails():
     (Later, r"stage 1 needs what emb returned, which it did not in the first batch"),
     (KeptLater, r"stage 1 needs attribute blocks\.0\.aux, which it did not in the first batch"),
     (Skipping, r"a forward that does not call blocks\.1, which ends stage 0"),
+    *((kind, r"blocks\.\d, which writes into one of its arguments")
+      for kind in (WrittenLater, WrittenDict, WrittenObject, WrittenTensor)),
 ])  # fmt: skip
 def test_what_a_later_batch_needs_is_named_where_it_is_used(kind, got):
     def body(comm: Any) -> None:

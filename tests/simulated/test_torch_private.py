@@ -143,6 +143,18 @@ def test_hooks_of_a_tensor_are_listed():
     assert private.tensor_hooks(weight) == []
 
 
+def test_full_backward_hooks_of_a_module_are_listed():
+    def hook(module, grad_inputs, grad_outputs):
+        return None
+
+    module = torch.nn.Linear(2, 2)
+    assert private.full_backward_hooks(module) == []
+    handle = module.register_full_backward_hook(hook)
+    assert private.full_backward_hooks(module) == [hook]
+    handle.remove()
+    assert private.full_backward_hooks(module) == []
+
+
 def test_torch_runs_the_post_accumulate_hooks_of_the_dict_that_was_set():
     weight, calls = parameter(3), []
     assert private.post_accumulate_hooks(weight) is None

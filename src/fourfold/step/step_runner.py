@@ -17,7 +17,7 @@ from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
-from fourfold.step.batch import NO_SAMPLES, Microbatch, num_samples
+from fourfold.step.batch import NO_SAMPLES, Microbatch, unpack_batch
 from fourfold.step.call_notes import noting_batch
 from fourfold.step.executor import Executor
 from fourfold.step.loss_sum import Loss
@@ -109,7 +109,7 @@ class StepRunner:
     def _check_batch(self, call: str, batch: Any) -> None:
         """Raise TaskError for what is no batch, and DivergenceError on the ranks that have one."""
         try:
-            num_samples(batch)
+            unpack_batch(batch)
         except TaskError as error:
             self._calls.raise_after_mismatch(f"{call}, whose batch is refused", error)
 

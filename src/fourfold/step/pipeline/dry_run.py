@@ -54,7 +54,6 @@ class PipelineCheck:
         stages = pipeline.stages
         own = stages.stages_at(pipeline.place)
         self._divided = DividedModel(model, pipeline.skeleton, objective, stages, own, world.device)
-        self._is_done = False
 
     def make_gates(self, stage: int) -> Gates:
         """The gates of a stage of this rank."""
@@ -67,7 +66,7 @@ class PipelineCheck:
 
     def is_needed(self, *, training: bool) -> bool:
         """Whether some rank has not had a batch with samples yet. What is learned is not kept: it holds objects."""
-        return not self._is_done
+        return not self.known.is_complete
 
     def memory_fits(self) -> Sequence[bool]:
         return ()
@@ -93,7 +92,7 @@ class PipelineCheck:
             raise TaskError(out_of_step_problem(), where=WHERE)
         for each in reports:
             self.known.merge(each)
-        self._is_done = all(each["has_samples"] for each in reports)
+        self.known.is_complete = all(each["has_samples"] for each in reports)
         return None
 
     def learn(self, learned: Learned, batch: Any) -> None:

@@ -37,9 +37,12 @@ from fourfold.step.pipeline.stand_in import (
 )
 from fourfold.step.pipeline.values import (
     TENSOR,
+    ArgumentStates,
     Described,
     Form,
     Known,
+    are_written,
+    argument_states,
     attributes_of,
     copies,
     decode,
@@ -142,6 +145,7 @@ class Gates:
         self._shown = self._show(given)
         described: dict[Source, Sequence[Described]] = {}
         before: dict[str, dict[str, list[Any]]] = {}
+        arguments: dict[str, ArgumentStates] = {}
         sent = {
             source: copies(leaves)  # before the model writes into them
             for source, leaves in given.items()
@@ -152,7 +156,11 @@ class Gates:
             sent |= weights
             described |= {each: (describe(weight),) for each, (weight,) in weights.items()}
 
-        def keep(name: str, output: Any) -> None:
+        def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            arguments[name] = argument_states(args, kwargs)
+
+        def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            self._check_arguments(name, arguments.pop(name, []))
             for source, value in self._values(name, output, calls, before):
                 form, leaves = take_apart(value)
                 if not self._has_known_form(source, form, carried.sent):
@@ -166,9 +174,10 @@ class Gates:
 
         hooks = []
         for name in self._own:
-            hook = functools.partial(lambda name, module, args, output: keep(name, output), name)
+            module = self._model.get_submodule(name)
             # Before the user's hooks: these run on later stages too, where the gate returns what is sent.
-            hooks.append(self._model.get_submodule(name).register_forward_hook(hook, prepend=True))
+            hooks.append(module.register_forward_hook(functools.partial(keep, name), prepend=True))
+            hooks.append(module.register_forward_pre_hook(functools.partial(look, name), with_kwargs=True))
         try:
             with replaced(self._gates(given, calls)), self.shown():
                 before |= {path: attributes_of(each) for inside in self._own.values() for path, each in inside}
@@ -185,6 +194,18 @@ class Gates:
             got = f"a forward that does not call {self.exit.name}, which ends stage {self.stage}"
             problem = Problem(got, "a block that each forward calls", "other stages, or pp = 1")
             raise TaskError(problem, where="the pipeline")
+
+    def _check_arguments(self, name: str, before: ArgumentStates) -> None:
+        """Raise TaskError if a module has written into its arguments, and did not in the first batch: what it wrote is
+        not there on later stages.
+        """
+        if name in self._learned.writers or not are_written(before):
+            return
+        if self._learned.is_complete:
+            got = f"{name}, which writes into one of its arguments (a list, a dict, an object or a tensor in place)"
+            need = "what the first batch has shown: it did not write there"
+            raise TaskError(Problem(got, need, "values that it returns, or attributes"), where="the pipeline")
+        self._learned.writers.add(name)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

@@ -22,6 +22,8 @@ class Knowledge:
     first       what these were in the first run
     attributes  of modules, that forwards write
     needs       by stage
+    writers     modules that write into their arguments
+    is_complete whether every rank has had a batch with samples: what comes later is no first batch
     outputs     forms of what the model returns, by text
     """
 
@@ -30,8 +32,10 @@ class Knowledge:
     first: dict[Source, tuple[Described, ...]] = field(default_factory=dict)
     attributes: list[Source] = field(default_factory=list)
     needs: dict[int, set[Source]] = field(default_factory=dict)
+    writers: set[str] = field(default_factory=set)
     late_buffers: set[str] = field(default_factory=set)
     outputs: dict[str, Form] = field(default_factory=dict)
+    is_complete: bool = False
 
     def received_by(self, stage: int) -> frozenset[Source]:
         """What a stage receives for itself and for later ones, besides its input."""
@@ -59,7 +63,12 @@ class Knowledge:
     def report(self, stages: range) -> dict[str, Any]:
         """What a rank with these stages has found, for the others."""
         needs = [(stage, sorted(self.needs.get(stage, ()))) for stage in stages]
-        return {"needs": needs, "attributes": self.attributes, "late": sorted(self.late_buffers)}
+        return {
+            "needs": needs,
+            "attributes": self.attributes,
+            "late": sorted(self.late_buffers),
+            "writers": sorted(self.writers),
+        }
 
     def merge(self, report: Mapping[str, Any]) -> None:
         """Learn what another rank has found."""
@@ -67,10 +76,12 @@ class Knowledge:
             self.needs.setdefault(stage, set()).update(Source(*each) for each in needs)
         self.attributes[:] = sorted({*self.attributes, *(Source(*each) for each in report["attributes"])})
         self.late_buffers.update(report["late"])
+        self.writers.update(report["writers"])
 
     def clear(self) -> None:
         """Forget a first batch that has ended with an error."""
-        for each in (self.forms, self.first, self.attributes, self.needs, self.late_buffers, self.outputs):
+        found = (self.forms, self.first, self.attributes, self.needs, self.writers, self.late_buffers, self.outputs)
+        for each in found:
             each.clear()
 
 

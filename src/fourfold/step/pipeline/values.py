@@ -22,6 +22,7 @@ from fourfold.step.pipeline.stand_in import Source, UnknownValue, stand_in
 from fourfold.step.tensor_tree import is_plain
 
 Described = tuple[Any, ...]
+ArgumentStates = Sequence[tuple[Any, list[Any]]]
 Known = Mapping[Source, Sequence[Described]]
 TENSOR, PLAIN, OBJECT = "t", "p", "o"
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
@@ -32,6 +33,35 @@ class Form(NamedTuple):
 
     text: str
     build: Callable[[Iterator[Any]], Any]
+
+
+def argument_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentStates:
+    """What a call is given that it may write into, each with what it holds now."""
+    given = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, tuple) else [value])]
+    return [(each, held) for each in given if (held := _held(each))]
+
+
+def are_written(states: ArgumentStates) -> bool:
+    """Whether one of these holds something else now."""
+    return any(not _is_same(_held(each), before) for each, before in states)
+
+
+def _held(value: Any) -> list[Any]:
+    """The length and the parts of a container or an object; of a tensor, how often it has been written."""
+    if isinstance(value, Tensor):
+        return [] if value.is_inference() else [value._version]
+    if isinstance(value, dict):
+        return [len(value), *value, *value.values()]
+    if isinstance(value, list):
+        return [len(value), *value]
+    is_object = not isinstance(value, nn.Module | type) and isinstance(getattr(value, "__dict__", None), dict)
+    return [len(vars(value)), *vars(value).values()] if is_object else []
+
+
+def _is_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) is int and a == b) for a, b in zip(now, before, strict=True)
+    )
 
 
 def take_apart(value: Any) -> tuple[Form, list[Any]]:
