@@ -11,13 +11,14 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
-from bench.models import GPT, MLP, Batch, draw_bytes, draw_vectors
+from bench.models import GPT, MLP, draw_bytes, draw_vectors
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
 from fourfold.tasks import lm
@@ -29,12 +30,12 @@ def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def draw_lm(num_samples: int, generator: torch.Generator) -> Batch:
+def draw_lm(num_samples: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
     tokens, targets = draw_bytes(num_samples, generator)
     return {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens)}, targets
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], int]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], int]] = {
     "mlp": (MLP, draw_vectors, 32),
     "gpt": (functools.partial(GPT, width=832, num_layers=7), draw_bytes, 4),
     "lm": (functools.partial(lm.LanguageModel, width=128, layers=4, heads=4, kv_heads=4), draw_lm, 8),

@@ -41,5 +41,5 @@ def without_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The law of training makes the dry run with every value of every field.
     """
-    for check in ("dry_run.first_batch.ForwardCheck", "tensor.collective_dry_run.TensorCheck"):
+    for check in ("proof.first_batch.ForwardCheck", "tensor.check.TensorCheck"):
         monkeypatch.setattr(f"fourfold.step.{check}.is_needed", lambda _, *, training: False)

@@ -15,10 +15,10 @@ from fourfold.parts.data.param_access import ParamAccess
 from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS
 from fourfold.plan.plan import Plan
 from fourfold.step.activation_bytes import _LayerInputMode
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.meta_model import _SkipRandomInit
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
 from fourfold.step.sequence.sdpa_interception import intercept_attention
 from fourfold.step.torch_losses import observing
 from fourfold.step.train_step import TrainStep

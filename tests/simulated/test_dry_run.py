@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.dry_run.check_config import (
+from fourfold.step.proof.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
     WEAKEST_SEQUENCE_CHECK,

@@ -20,7 +20,7 @@ from fourfold.feed.source import fetch
 from fourfold.parts import deferred_init, weight_files
 from fourfold.parts.tensor.cut import local_part
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import hf
 from fourfold.testing import oracle, threads

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run import first_batch, loss_check
-from fourfold.step.dry_run.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.loss_function import UserLoss
 from fourfold.step.objective import Objective
+from fourfold.step.proof import first_batch, loss_check
+from fourfold.step.proof.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

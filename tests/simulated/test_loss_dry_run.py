@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import shorten
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.random_weights import random_tiled
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.random_weights import random_tiled
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run import proof
-from fourfold.step.dry_run.proof import Proof
+from fourfold.step.proof import checks
+from fourfold.step.proof.checks import Proof
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
@@ -86,16 +86,16 @@ class OtherHead(nn.Linear):
         return super().forward(input)
 
 
-def with_other_class(step: TrainStep) -> None:
-    step.model.head.__class__ = OtherHead
+def with_other_class(model: Any) -> None:
+    model.head.__class__ = OtherHead
 
 
-def with_hook(step: TrainStep) -> None:
-    step.model.blocks[0].register_forward_hook(lambda module, args, output: output)
+def with_hook(model: Any) -> None:
+    model.blocks[0].register_forward_hook(lambda module, args, output: output)
 
 
-def with_setting(step: TrainStep) -> None:
-    step.model.scale = 2.0
+def with_setting(model: Any) -> None:
+    model.scale = 2.0
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -116,9 +116,9 @@ def test_what_was_shown_of_another_task_is_not_believed(what, made):
         step(tokens(step))
         return json.loads(json.dumps(step.state_dict()["record"]))
 
-    def go_on(comm, *, plan=Plan(dp=2), loss=lm.loss, change=lambda step: None, dtype=torch.int64):  # noqa: B008
+    def go_on(comm, *, plan=Plan(dp=2), loss=lm.loss, change=lambda model: None, dtype=torch.int64):  # noqa: B008
         step = build(comm, plan, loss=loss)
-        change(step)
+        change(step.model)
         step.load_state_dict({**step.state_dict(), "record": record})
         inputs, targets = tokens(step)
         step(({**inputs, "positions": inputs["positions"].to(dtype)}, targets))
@@ -130,7 +130,7 @@ def test_what_was_shown_of_another_task_is_not_believed(what, made):
 
 
 def test_a_check_that_takes_long_says_what_it_checks(monkeypatch, capsys):
-    monkeypatch.setattr(proof, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "QUIET_SECONDS", 0.05)
     make = Proof._make
 
     def slow(self, *args, **options):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fourfold as ff
 from fourfold.parts.tensor.split_logits import whole_logits
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run.float64_mode import Float64Mode
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

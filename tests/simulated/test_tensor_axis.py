@@ -23,9 +23,9 @@ from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.model_checks import check_update_timing
 from fourfold.step.parallelize import parallelize
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

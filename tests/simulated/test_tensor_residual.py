@@ -19,8 +19,8 @@ from fourfold.parts.tensor.token_collectives import LeaveTokens
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.parallelize import preflight
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK
+from fourfold.step.proof.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shards
 from fourfold.step.sequence.transformers import ATTENTION_NAME

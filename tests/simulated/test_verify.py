@@ -21,9 +21,9 @@ from fourfold.parts.codec.int8 import Int8
 from fourfold.parts.comm.reduce.shared_memory import host_buffers
 from fourfold.parts.comm.reduce.shared_memory.host_buffers import sum_in_order
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.loss_sum import Loss, sum_loss
 from fourfold.step.objective import Objective
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.testing import oracle
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task

@@ -23,9 +23,9 @@ from fourfold.parts.torch_private import DropoutBase
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import num_samples, unpack_batch
 from fourfold.step.batch_statistics import own_statistics
-from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.loss_sum import Loss, sum_loss
 from fourfold.step.model_call import call_model, model_loss
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.tensor_tree import tree_map
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import Problem, TaskError

@@ -24,8 +24,8 @@ from fourfold.analysis.one_device import (
 from fourfold.feed.batches import Batch
 from fourfold.parts.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
-from fourfold.step.dry_run.float64_mode import Float64Mode
 from fourfold.step.parallelize import parallelize
+from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.tensor_tree import tree_map
 from fourfold.step.train_step import TrainStep
 

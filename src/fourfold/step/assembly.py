@@ -38,9 +38,6 @@ from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.digests.batches import DuplicateBatches
 from fourfold.step.digests.build import build_digest, check_same_optimizer
 from fourfold.step.digests.weights import DriftChecker
-from fourfold.step.dry_run.first_batch import CheckedTask, ForwardCheck, GradientCheck
-from fourfold.step.dry_run.proof import Check, Proof
-from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
@@ -52,13 +49,16 @@ from fourfold.step.pipeline import axis as pipeline_axis
 from fourfold.step.pipeline.across_steps import make_across_steps, num_channels
 from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
 from fourfold.step.pipeline.chain import map_stages
-from fourfold.step.pipeline.dry_run import PipelineCheck
+from fourfold.step.pipeline.check import PipelineCheck
 from fourfold.step.pipeline.gates import SplitResidual
 from fourfold.step.pipeline.skeleton import make_skeleton
 from fourfold.step.pipeline.weight_versions import WeightVersions
+from fourfold.step.proof.checks import Check, Proof
+from fourfold.step.proof.first_batch import CheckedTask, ForwardCheck, GradientCheck
+from fourfold.step.proof.weight_write_check import WeightWriteCheck
 from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
-from fourfold.step.sequence.collective_dry_run import SequenceCheck
+from fourfold.step.sequence.check import SequenceCheck
 from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
@@ -67,7 +67,7 @@ from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
-from fourfold.step.tensor.collective_dry_run import TensorCheck
+from fourfold.step.tensor.check import TensorCheck
 from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.step.tensor.tensor_calls import TensorCalls

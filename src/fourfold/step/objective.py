@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fourfold.parts.torch_private import is_compiled
 from fourfold.step.batch import Microbatch
-from fourfold.step.dry_run.fixed_random import without_randomness
 from fourfold.step.loss_function import LossFunction
 from fourfold.step.loss_sum import Loss, other_form_problem, sum_loss, with_others
 from fourfold.step.model_call import call_model
+from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import RESHAPING_NODES, LossCall, observing
 from fourfold.words.errors import TaskError

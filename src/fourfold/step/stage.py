@@ -21,7 +21,7 @@ from fourfold.step.loss_sum import Loss
 from fourfold.step.objective import Objective, StageOutput
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.block_draws import seeded_segments
-from fourfold.step.pipeline.dry_run import PipelineCheck
+from fourfold.step.pipeline.check import PipelineCheck
 from fourfold.step.pipeline.gates import Gates, StageEnd
 from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.stand_in import StandInUsed, sources_of

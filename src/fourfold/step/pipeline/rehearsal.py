@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from fourfold.parts.torch_private import own_buffers, own_parameters, swapped_state
 from fourfold.step.batch import Microbatch
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.proof import summarize_error
 from fourfold.step.model_call import call_model
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.chain import StageMap
@@ -27,6 +25,8 @@ from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
 from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches, written_attributes
+from fourfold.step.proof.checks import summarize_error
+from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close
 from fourfold.words.errors import FourfoldError, Problem, TaskError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fourfold.parts import mixed_precision
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.step.dry_run.random_weights import SEED
+from fourfold.step.proof.random_weights import SEED
 from fourfold.words.errors import Problem, TaskError
 
 

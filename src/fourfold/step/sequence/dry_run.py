@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, is_square_mask
 from fourfold.step.batch_statistics import frozen_statistics
-from fourfold.step.dry_run.check_config import (
+from fourfold.step.model_call import eval_mode
+from fourfold.step.proof.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
     WEAKEST_SEQUENCE_CHECK,
@@ -24,11 +25,10 @@ from fourfold.step.dry_run.check_config import (
     CheckUnavailable,
     MemoryFit,
 )
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.preserve_module import preserve_module
-from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
-from fourfold.step.model_call import eval_mode
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.preserve_module import preserve_module
+from fourfold.step.proof.state_problems import EDIT_ADVICE, describe_trained
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
 from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.module_tracker import ModuleTracker
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention

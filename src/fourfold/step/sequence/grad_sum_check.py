@@ -1,6 +1,6 @@
 """Gradient sum check: the parameter gradients of all token shards add up to those of full sequences.
 
-group  parameters whose projections are summed (`step/dry_run/grad_projections.py`), at most MAX_GROUPS groups
+group  parameters whose projections are summed (`step/proof/grad_projections.py`), at most MAX_GROUPS groups
 Law: if the gradients of a parameter do not add up, the model is refused.
 """
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fourfold.step.dry_run import grad_projections
-from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection, group_size
+from fourfold.step.proof import grad_projections
+from fourfold.step.proof.grad_projections import NOISE_FLOOR, Projection, group_size
 from fourfold.step.sequence.token_shards import DP_INSTEAD
 from fourfold.words.errors import Problem
 

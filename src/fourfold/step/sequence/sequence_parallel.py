@@ -19,7 +19,7 @@ from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.step.batch import Microbatch, has_token_dim
 from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.step.rank_dropout import RankDropout, TaggedDraws
-from fourfold.step.sequence.collective_dry_run import SequenceCheck
+from fourfold.step.sequence.check import SequenceCheck
 from fourfold.step.sequence.dropout import AttentionDropoutCounter
 from fourfold.step.sequence.losses import check_even_targets
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from fourfold.parts.data.grad_checks import second_grad_problem
 from fourfold.parts.torch_private import is_in_backward, swapped_state
 from fourfold.step.batch import has_token_dim
-from fourfold.step.dry_run import random_weights
-from fourfold.step.dry_run.backward import count_gradients, run_backward
-from fourfold.step.dry_run.check_config import CheckConfig, CheckUnavailable
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection
-from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
+from fourfold.step.proof import random_weights
+from fourfold.step.proof.backward import count_gradients, run_backward
+from fourfold.step.proof.check_config import CheckConfig, CheckUnavailable
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.grad_projections import NOISE_FLOOR, Projection
+from fourfold.step.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.attention_match import compare_attention_calls
 from fourfold.step.sequence.attention_replay import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.step.dry_run.check_config import CheckUnavailable
+from fourfold.step.proof.check_config import CheckUnavailable
 from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close

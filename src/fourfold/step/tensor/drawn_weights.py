@@ -21,7 +21,7 @@ from fourfold.parts.data.param_access import METADATA_FUNCTIONS
 from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.torch_private import DisableTorchFunction, has_memory, tree_leaves, tree_map_only
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.check_config import CheckUnavailable
+from fourfold.step.proof.check_config import CheckUnavailable
 from fourfold.step.tensor.whole_model import RandomWeights
 
 GET_DATA = {attribute.__get__ for base in Tensor.__mro__ if (attribute := vars(base).get("data")) is not None}

@@ -20,15 +20,15 @@ from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_statistics import frozen_statistics
-from fourfold.step.dry_run.backward import run_backward
-from fourfold.step.dry_run.check_config import CheckUnavailable, MemoryFit
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.grad_projections import NOISE_FLOOR
-from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
-from fourfold.step.dry_run.proof import summarize_error
-from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, random_tiled
 from fourfold.step.model_call import call_model
+from fourfold.step.proof.backward import run_backward
+from fourfold.step.proof.check_config import CheckUnavailable, MemoryFit
+from fourfold.step.proof.checks import summarize_error
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.grad_projections import NOISE_FLOOR
+from fourfold.step.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.proof.random_weights import cast_real, copy_buffers, random_tiled
 from fourfold.step.tensor.draw_slices import FoundDraw
 from fourfold.step.tensor.drawn_weights import DrawnWeights, HeldWeights, WeightSource
 from fourfold.step.tensor.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference

@@ -14,7 +14,7 @@ from fourfold.plan.tensor_layers import generalized
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_norm import uses_batch_stats
-from fourfold.step.dry_run.state_problems import format_names
+from fourfold.step.proof.state_problems import format_names
 from fourfold.step.tensor.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.step.tensor.split_randomness import Draw
 from fourfold.step.tensor.tensor_axis import TensorAxis

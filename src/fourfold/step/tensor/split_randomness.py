@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.torch_private import DisableTorchFunction, is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
+from fourfold.step.proof.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
 from fourfold.step.sequence import sdpa_interception
 from fourfold.step.tensor.draw_slices import DrawSlice, FoundDraw, find_slice
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace

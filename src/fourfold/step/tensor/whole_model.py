@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fourfold.parts.tensor.cut import local_part
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.check_config import CheckUnavailable
-from fourfold.step.dry_run.random_weights import cast_real, draw_weight
+from fourfold.step.proof.check_config import CheckUnavailable
+from fourfold.step.proof.random_weights import cast_real, draw_weight
 from fourfold.words.errors import Problem, TaskError
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.step.dry_run.random_weights import TILE_SIZE
+from fourfold.step.proof.random_weights import TILE_SIZE
 
 SEED = 7
 # Relative to the largest gradient of the model: a gradient that is 0 in theory is rounding noise in practice.

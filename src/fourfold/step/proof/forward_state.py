@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.fingerprint import fingerprints
 from fourfold.parts.torch_private import own_buffers
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, is_identical
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker, is_identical
 
 StateChanges = Mapping[str, Tensor]
 StateSummary = Mapping[str, Sequence[str]]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.torch_private import tensor_hooks
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.state_problems import format_names
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.state_problems import format_names
 from fourfold.words.errors import Problem
 
 # The sizes of the random gradients: a hook's bound or threshold lies between two of them.

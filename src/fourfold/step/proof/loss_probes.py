@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.tensor.split_logits import whole_logits
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.float64_operands import WidenOperandsMode
-from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
-from fourfold.step.dry_run.random_weights import cast_real
 from fourfold.step.loss_sum import is_uneven, with_others
 from fourfold.step.objective import ForwardResult
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.float64_operands import WidenOperandsMode
+from fourfold.step.proof.loss_additivity import LossComparison, compare_losses
+from fourfold.step.proof.random_weights import cast_real
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")

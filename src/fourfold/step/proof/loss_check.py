@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from fourfold.parts.torch_private import swapped_state
 from fourfold.step.batch import Microbatch, num_samples, unpack_batch
-from fourfold.step.dry_run.backward import run_backward
-from fourfold.step.dry_run.check_config import LOSS_CHECKS, CheckConfig, CheckUnavailable, MemoryFit
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.float64_mode import Float64Mode
-from fourfold.step.dry_run.float64_operands import WidenOperandsMode
-from fourfold.step.dry_run.grad_projections import NOISE_FLOOR, Projection, project_gradients
-from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
-from fourfold.step.dry_run.preserve_module import copy_tensor_attributes, preserve_module
-from fourfold.step.dry_run.proof import summarize_error
-from fourfold.step.dry_run.random_weights import cast_real, copy_buffers, copy_parameters
-from fourfold.step.dry_run.state_problems import format_names
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker
 from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.proof.backward import run_backward
+from fourfold.step.proof.check_config import LOSS_CHECKS, CheckConfig, CheckUnavailable, MemoryFit
+from fourfold.step.proof.checks import summarize_error
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.float64_operands import WidenOperandsMode
+from fourfold.step.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients
+from fourfold.step.proof.loss_additivity import LossComparison, compare_losses
+from fourfold.step.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.step.proof.random_weights import cast_real, copy_buffers, copy_parameters
+from fourfold.step.proof.state_problems import format_names
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
 from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.words.errors import Problem
 

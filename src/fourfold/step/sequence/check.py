@@ -15,9 +15,9 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem
-from fourfold.step.dry_run.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
-from fourfold.step.dry_run.grad_projections import Projection
-from fourfold.step.dry_run.proof import Learned, Report, raise_problems
+from fourfold.step.proof.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
+from fourfold.step.proof.checks import Learned, Report, raise_problems
+from fourfold.step.proof.grad_projections import Projection
 from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun, truncate_batch
 from fourfold.step.sequence.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.step.sequence.losses import (

@@ -24,24 +24,24 @@ from fourfold.step.batch import (
     split_microbatches,
     unpack_batch,
 )
-from fourfold.step.dry_run.fixed_random import without_randomness
-from fourfold.step.dry_run.forward_state import (
+from fourfold.step.model_call import call_model, eval_mode
+from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.proof.fixed_random import without_randomness
+from fourfold.step.proof.forward_state import (
     StateChanges,
     differing_across_forwards,
     preserve_state,
     summarize_changes,
 )
-from fourfold.step.dry_run.loss_additivity import LossComparison, compare_losses
-from fourfold.step.dry_run.loss_probes import probe_loss, probe_model_loss
-from fourfold.step.dry_run.preserve_module import preserve_module
-from fourfold.step.dry_run.state_problems import (
+from fourfold.step.proof.loss_additivity import LossComparison, compare_losses
+from fourfold.step.proof.loss_probes import probe_loss, probe_model_loss
+from fourfold.step.proof.preserve_module import preserve_module
+from fourfold.step.proof.state_problems import (
     forward_count_problems,
     loss_state_problem,
     sample_dependence_problems,
 )
-from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
-from fourfold.step.model_call import call_model, eval_mode
-from fourfold.step.objective import ForwardResult, Objective
+from fourfold.step.proof.weight_write_check import WeightWriteCheck
 from fourfold.step.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.words.errors import Problem
 

@@ -20,8 +20,6 @@ from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import full_backward_hooks, own_parameters
 from fourfold.step.batch import Microbatch, num_samples, split_microbatches, unpack_batch
-from fourfold.step.dry_run.preserve_module import preserve_module
-from fourfold.step.dry_run.proof import Learned, Report, out_of_step_problem, raise_problems
 from fourfold.step.model_call import call_model, eval_mode
 from fourfold.step.objective import Objective
 from fourfold.step.pipeline.axis import PipelineAxis
@@ -29,6 +27,8 @@ from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual
 from fourfold.step.pipeline.recording import Recorder, Recording
 from fourfold.step.pipeline.rehearsal import NEED, DividedModel, Rehearsal
 from fourfold.step.pipeline.values import attributes_of, take_apart, without_caches
+from fourfold.step.proof.checks import Learned, Report, out_of_step_problem, raise_problems
+from fourfold.step.proof.preserve_module import preserve_module
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from fourfold.plan.check import ReadOnlyReason
-from fourfold.step.dry_run.state_problems import EDIT_ADVICE, describe_trained
-from fourfold.step.dry_run.weight_write_tracker import WeightWriteTracker, fingerprint_params
+from fourfold.step.proof.state_problems import EDIT_ADVICE, describe_trained
+from fourfold.step.proof.weight_write_tracker import WeightWriteTracker, fingerprint_params
 from fourfold.step.weights import Weights
 from fourfold.words.errors import Problem
 

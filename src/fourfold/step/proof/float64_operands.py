@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.parts.data.param_access import METADATA_FUNCTIONS
-from fourfold.step.dry_run.random_weights import cast_real
+from fourfold.step.proof.random_weights import cast_real
 
 
 class WidenOperandsMode(TorchFunctionMode):

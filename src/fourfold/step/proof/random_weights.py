@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.torch_private import DisableTorchFunction
-from fourfold.step.dry_run.check_config import CheckConfig
+from fourfold.step.proof.check_config import CheckConfig
 
 # A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.
 TILE_SIZE = 65_521

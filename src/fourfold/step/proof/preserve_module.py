@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.step.dry_run.random_weights import cast_real
+from fourfold.step.proof.random_weights import cast_real
 
 
 @contextlib.contextmanager

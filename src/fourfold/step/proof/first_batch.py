@@ -20,18 +20,18 @@ from fourfold.parts.torch_private import is_compiled
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.step.batch import batch_and_parts, num_samples, shorten, subsample
 from fourfold.step.batch_statistics import BatchStatistics
-from fourfold.step.dry_run.check_config import STRICTEST_LOSS_CHECK, MemoryFit, find_memory_fit
-from fourfold.step.dry_run.forward_comparison import ForwardComparison, compiled_problem, first_sample
-from fourfold.step.dry_run.forward_state import differing_across_ranks
-from fourfold.step.dry_run.grad_hook_check import hook_problems
-from fourfold.step.dry_run.loss_additivity import LossComparison
-from fourfold.step.dry_run.loss_check import CheckResult, check_loss
-from fourfold.step.dry_run.preserve_module import preserve_module
-from fourfold.step.dry_run.proof import Learned, Report, raise_problems
-from fourfold.step.dry_run.state_problems import sample_dependence_problems
-from fourfold.step.dry_run.weight_write_check import WeightWriteCheck
 from fourfold.step.model_call import eval_mode
 from fourfold.step.objective import Objective
+from fourfold.step.proof.check_config import STRICTEST_LOSS_CHECK, MemoryFit, find_memory_fit
+from fourfold.step.proof.checks import Learned, Report, raise_problems
+from fourfold.step.proof.forward_comparison import ForwardComparison, compiled_problem, first_sample
+from fourfold.step.proof.forward_state import differing_across_ranks
+from fourfold.step.proof.grad_hook_check import hook_problems
+from fourfold.step.proof.loss_additivity import LossComparison
+from fourfold.step.proof.loss_check import CheckResult, check_loss
+from fourfold.step.proof.preserve_module import preserve_module
+from fourfold.step.proof.state_problems import sample_dependence_problems
+from fourfold.step.proof.weight_write_check import WeightWriteCheck
 from fourfold.step.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 
