@@ -88,6 +88,7 @@ def test_a_thread_that_was_held_up_does_not_call_its_peers_silent(pair, monkeypa
     "content",
     [b"", b"\xff", b"[" * 200, b"7", b"[]", b'{"a": 1}', b'[1, "beat", 1, 1, true]', b'["token"]']
     + [json.dumps(["token", "beat", index, 1, True]).encode() for index in (7, None, "1", [1])]
+    + [json.dumps([token, "beat", 1, 1, True]).encode() for token in ("nekot", "\ud800", "é", 7, ["token"])]
     + [json.dumps(["forged", "bye", 1, 1, True]).encode()],
 )
 def test_what_no_rank_of_the_job_has_sent_changes_nothing(pair, content: bytes) -> None:

@@ -98,10 +98,10 @@ class PeerBeats:
     def _take(self, content: bytes, address: Address) -> None:
         try:
             token, kind, index, number, is_waiting = json.loads(content)
-            peer = self.peers[index]
+            peer, is_ours = self.peers[index], secrets.compare_digest(token, self._token)
         except (ValueError, KeyError, TypeError, RecursionError):  # not from a rank of this job
             return
-        if not (isinstance(token, str) and secrets.compare_digest(token.encode(), self._token.encode())):
+        if not is_ours:
             return
         now = time.monotonic()
         peer.heard_at, peer.is_waiting, peer.address = now, is_waiting is True, address
