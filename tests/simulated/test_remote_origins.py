@@ -30,9 +30,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path != "/data/shard-0":
             self.send_error(404)
         elif server.failures:
-            self.send_error(server.failures.pop())
+            self._fail(server.failures.pop())
         else:
             self._send(server.has_ranges)
+
+    def _fail(self, status: int) -> None:
+        if status:
+            self.send_error(status)
+        else:
+            self.wfile.write(b"no HTTP\r\n\r\n")
 
     def _send(self, has_ranges: bool) -> None:
         asked = self.headers.get("Range", "")
@@ -82,14 +88,38 @@ def test_a_server_without_ranges_is_named():
 
 
 def test_a_missing_file_is_asked_for_once_and_an_overloaded_server_again(caplog):
-    with serving(failures=(503, 429)) as server:
+    with serving(failures=(503, 0, 429)) as server:  # 0: an answer that is no HTTP, as of a proxy that restarts
         origin = open_origin(url(server), backoff=QUICK)
         assert origin.read("shard-0", 0, 10) == CONTENT[:10]
-        assert server.num_requests == 3
-        assert len([each for each in caplog.messages if "again in" in each]) == 2
+        assert server.num_requests == 4
+        assert len([each for each in caplog.messages if "again in" in each]) == 3
         with pytest.raises(DataError, match="data/shard-1"):
             origin.read("shard-1", 0, 10)
-        assert server.num_requests == 4
+        assert server.num_requests == 5
+
+
+@pytest.mark.parametrize("failures", [(), (403,), (0,) * 100], ids=["missing", "forbidden", "no HTTP"])
+def test_no_error_shows_a_password_and_a_missing_file_is_said_to_be_missing(failures, caplog):
+    with serving(failures=failures) as server:
+        name = "shard-0" if failures else "shard-1"
+        with pytest.raises(DataError) as caught:
+            open_origin(url(server).replace("//", "//me:secret@"), backoff=QUICK).read(name, 0, 10)
+    assert "secret" not in str(caught.value) + caplog.text
+    assert ("FileNotFoundError" in str(caught.value)) == (not failures)
+
+
+def test_a_file_system_that_connects_when_it_is_opened_is_tried_again(monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    answers = iter([ConnectionRefusedError("refused"), ConnectionRefusedError("refused")])
+
+    def connect(url: str, real: Any = fsspec.core.url_to_fs) -> Any:
+        for error in answers:
+            raise error
+        return real(url)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", connect)
+    with serving() as server:
+        assert open_origin(url(server), backoff=QUICK).read("shard-0", 0, 10) == CONTENT[:10]
 
 
 def test_a_server_that_goes_away_and_comes_back_changes_no_byte():

@@ -7,6 +7,7 @@ Law: an origin that is unreachable for a while changes when bytes arrive, and no
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ log = logging.getLogger("fourfold")
 
 Result = TypeVar("Result")
 PERMANENT_ERRORS = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(DataError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ImportError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, MemoryError),
 )
 PACKAGES = {
@@ -31,6 +32,7 @@ PACKAGES = {
     "gs": "gcsfs",
     "az": "adlfs",
 }
+CREDENTIALS = re.compile(r"//[^/\s]*@")  # in a URL
 RETRIED_STATUS = (408, 425, 429)  # of HTTP: of the errors that are the client's, those that pass
 
 
@@ -108,7 +110,7 @@ class RemoteOrigin:
         self._given, self._options, self._backoff = url, options, backoff or Backoff()
         self.url = without_password(url)
         self._lock, self._opened = threading.Lock(), (0, None, "")
-        self._open()
+        retry(self._open, self.url, self._backoff)  # some file systems, such as ftp, connect
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         def attempt() -> bytes:
@@ -212,14 +214,17 @@ def retry(
 
 def _may_pass(error: Exception) -> bool:
     status = getattr(error, "status", None)  # of aiohttp, for an answer that is an error
-    if isinstance(status, int) and 400 <= status < 500:
+    is_answer = error.__cause__ is None  # else one that aiohttp could not read, to which it gives status 400
+    if is_answer and isinstance(status, int) and 400 <= status < 500:
         return status in RETRIED_STATUS
     return not isinstance(error, PERMANENT_ERRORS)
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    text, name = CREDENTIALS.sub("//", str(error).strip()), type(error).__name__
+    if "/" in text and " " not in text:  # the URL of a missing file, and nothing else
+        text = f"{name}: {text}"
+    return text.splitlines()[0][:200] if text else name
 
 
 def without_password(url: str) -> str:
