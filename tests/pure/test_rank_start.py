@@ -1,7 +1,12 @@
-"""No rank outlives an interrupted start: neither the one that was being started nor those that were started before."""
+"""Laws of starts: a rank runs its module as `python -m` does.
 
+No rank outlives an interrupted start: neither the one that was being started nor those that were started before.
+"""
+
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -9,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
+from fourfold.launcher import worker
 from fourfold.launcher.forked_process import fork
 from fourfold.launcher.rank_start import ranks_started_by
 
@@ -46,3 +52,16 @@ def test_ranks_that_the_agent_does_not_know_are_killed() -> None:
     with ranks_started_by(lambda: SimpleNamespace(proc=copy)):
         api.get_subprocess_handler()  # pyright: ignore[reportPrivateImportUsage, reportCallIssue]
     assert copy.returncode == -signal.SIGKILL
+
+
+def test_a_module_that_the_launcher_has_imported_runs_as_main_without_a_warning(tmp_path, monkeypatch, recwarn):
+    folder = tmp_path / "own_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("names = []\n")
+    (folder / "ranks.py").write_text("import own_package\nown_package.names.append(__name__)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [])
+    importlib.import_module("own_package.ranks")
+    worker._run_target(["-m", "own_package.ranks"])
+    assert sys.modules["own_package"].names == ["own_package.ranks", "__main__"]
+    assert not recwarn.list

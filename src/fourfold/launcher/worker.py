@@ -71,6 +71,8 @@ def run_program(command: Sequence[str]) -> None:
 def _run_target(command: Sequence[str]) -> None:
     if command[0] == "-m":
         sys.argv = list(command[1:])
+        if not hasattr(sys.modules.get(command[1]), "__path__"):  # a package stays, with its modules
+            sys.modules.pop(command[1], None)  # a launcher that this was forked from may have imported it
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(command)
