@@ -337,7 +337,9 @@ def test_a_scalar_of_a_later_batch_is_refused_where_the_first_loss_was_none(firs
         step(before)
         step.evaluate(before)
         later.append(True)
-        with pytest.raises(TaskError, match="a scalar loss, where the loss of the first batch was none"):
+        with pytest.raises(
+            TaskError, match=r"a scalar loss, where the first batch had unreduced values or a pair \(sum, count\)"
+        ):
             step(after)
 
     threads.run(1, body)

@@ -13,6 +13,9 @@ from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.step.proof import checks
 from fourfold.step.proof.checks import Proof
+from fourfold.step.proof.first_batch import GradientCheck
+from fourfold.step.sequence.check import SequenceCheck
+from fourfold.step.tensor.check import TensorCheck
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
@@ -75,6 +78,36 @@ def test_a_run_that_goes_on_makes_no_check_again(fields, made, tmp_path):
     (found, *_) = threads.run(size, go_on)
     assert not made
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "check", "fits"),
+    [
+        ({"dp": 2}, GradientCheck, [False, True]),
+        ({"sp": 2}, SequenceCheck, [False, True]),
+        ({"tp": 2}, TensorCheck, [False, True, False, True]),
+    ],
+    ids=str,
+)
+def test_a_check_that_was_made_without_float64_is_made_again(fields, check, fits, made, monkeypatch):
+    plan = Plan(**fields)
+
+    def begin(comm):
+        step = build(comm, plan)
+        step(tokens(step))
+        return step.state_dict()["record"]
+
+    def go_on(comm):
+        step = build(comm, plan)
+        step.load_state_dict({**step.state_dict(), "record": record})
+        step(tokens(step))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(check, "memory_fits", lambda self: fits)
+        record, _ = threads.run(2, begin)
+    made.clear()
+    threads.run(2, go_on)
+    assert check.claim in made
 
 
 def other_loss(outputs: Any, targets: Any) -> Tensor:

@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
@@ -31,6 +32,7 @@ HUGE_PAGE_MIN_BYTES = 2 * 2**20
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has no name for it before 3.13
 PAGE_PRESENT, PAGE_SWAPPED, PAGE_OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+GLIBC_TRIM_BYTES, GLIBC_MMAPS = 2**17, 2**16  # their values at the start: DEFAULT_TRIM_THRESHOLD, DEFAULT_MMAP_MAX
 PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
@@ -61,6 +63,8 @@ class TensorOwner(Protocol):
         ...
 
 
+_kept_for_good = threading.Event()
+"""Whether a step of this process has ended, after which freed memory is kept."""
 # Entering and removing a key are single operations of a dict: threads and the garbage collector do both.
 _live_buffers: dict[int, MemoryUse] = {}
 _buffer_ids = itertools.count()
@@ -255,6 +259,7 @@ def tune_freed_memory(device: torch.device, num_steps: int) -> None:
         return
     if num_steps == 1:
         # Not before: the first step makes optimizer states, which would lie between gradients that are freed after it.
+        _kept_for_good.set()
         keep_freed_memory()
     elif num_steps == 2:
         trim_freed_memory()
@@ -275,14 +280,14 @@ def keep_freed_memory() -> bool:
 
 @contextlib.contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
-    """Within, the C library keeps freed memory, as after the first step; then it returns all of it (CPUs)."""
-    is_kept = device.type == "cpu" and keep_freed_memory()
+    """Within, the C library keeps freed memory, as after a first step; then it returns it, unless one has been made."""
+    is_kept = device.type == "cpu" and not _kept_for_good.is_set() and keep_freed_memory()
     try:
         yield
     finally:
-        if is_kept and (mallopt := _malloc("mallopt")) is not None:
-            mallopt(TRIM_THRESHOLD, 2**17)
-            mallopt(MMAP_MAX, 2**16)
+        if is_kept and not _kept_for_good.is_set() and (mallopt := _malloc("mallopt")) is not None:
+            mallopt(TRIM_THRESHOLD, GLIBC_TRIM_BYTES)
+            mallopt(MMAP_MAX, GLIBC_MMAPS)
             trim_freed_memory()
 
 

@@ -81,7 +81,7 @@ def uneven_problem(names: str) -> Problem:
 
 def other_form_problem() -> Problem:
     """The problem of a scalar that no dry run has seen."""
-    got = "a scalar loss, where the loss of the first batch was none"
+    got = "a scalar loss, where the first batch had unreduced values or a pair (sum, count)"
     return Problem(got, "one form of loss for every batch: whether a scalar is a mean is checked on the first", MEND)
 
 

@@ -26,7 +26,8 @@ from fourfold.step.digests.structure import function_items, hook_items, model_it
 from fourfold.step.digests.table import DIGEST_BITS, Item, check_same_items, digest, digest_bytes
 from fourfold.words.version import VERSION
 
-PACKAGE_FOLDER = str(Path(__file__).parents[2])
+NOT_OF_THE_USER = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
+"""Folders of Python's library and of this package."""
 
 
 def check_same_build(
@@ -91,9 +92,9 @@ def package_items(model: nn.Module) -> list[Item]:
     """Versions of the packages that supply modules; and digests of the user's own files, which have no version."""
     packages = sorted({type(module).__module__.partition(".")[0] for module in model.modules()})
     versions = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages]
-    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    own = sorted(file for file in files if file.endswith(".py") and not file.startswith((*installed, PACKAGE_FOLDER)))
+    own = sorted(file for file in files if file.endswith(".py") and not file.startswith(NOT_OF_THE_USER))
+    own = [file for file in own if not {"site-packages", "dist-packages"} & {*Path(file).parts}]
     return versions + [("file", str(digest_bytes(Path(file).read_bytes()))) for file in own if Path(file).is_file()]
 
 

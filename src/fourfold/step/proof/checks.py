@@ -49,7 +49,10 @@ class Check(Protocol):
         ...
 
     def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
-        """What the reports of all ranks show; None: nothing. Raises TaskError if the plan cannot train this."""
+        """What the reports of all ranks show; None: nothing. Raises TaskError if the plan cannot train this.
+
+        With a true `is_weaker`, the check could not be made as it should be: a run that goes on makes it again.
+        """
         ...
 
     def learn(self, learned: Learned, batch: Any) -> None:
@@ -89,8 +92,8 @@ class Proof:
 
     def run(self, batch: Any, *, training: bool) -> None:
         """Make the checks that are needed. Collective."""
+        self._take_over(batch)
         with self._told(), memory.freed_memory_kept(self._world.device):
-            self._take_over(batch)
             for check in self._checks:
                 if check.is_needed(training=training):
                     self._current = check.claim
@@ -127,7 +130,8 @@ class Proof:
         learned = check.judge(reports, training=training)
         if learned is not None:
             learned = json.loads(json.dumps(learned))
-            self.state["learned"][check.claim] = learned
+            if not learned.get("is_weaker", False):
+                self.state["learned"][check.claim] = learned
             check.learn(learned, batch)
 
     @contextlib.contextmanager

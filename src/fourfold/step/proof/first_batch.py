@@ -233,9 +233,9 @@ class GradientCheck:
             if weaker.config is not None:
                 how = f"computed {weaker.config} instead of {STRICTEST_LOSS_CHECK}"
             log.warning("the dry run of the loss %s: %s", how, weaker.fallback_reason)
-        shown = self._forwards.shown
+        assert self._forwards.shown is not None
         is_scale_dependent = any(each.is_scale_dependent for each in results)
-        return None if shown is None else {**shown, "is_scale_dependent": is_scale_dependent}
+        return {**self._forwards.shown, "is_scale_dependent": is_scale_dependent, "is_weaker": weaker is not None}
 
     def learn(self, learned: Learned, batch: Any) -> None:
         self._forwards.shown = None

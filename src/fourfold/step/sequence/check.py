@@ -85,7 +85,9 @@ class SequenceCheck:
             return None
         has_mean = any(each["has_mean"] for each in reports)
         indices = sorted({index for each in reports for index in each["ignored_indices"]})
-        return {"training": self._model.training, "ignored_indices": indices if has_mean else None}
+        is_weaker = any(each["config"] != str(STRICTEST_SEQUENCE_CHECK) for each in reports)
+        ignored = indices if has_mean else None
+        return {"training": self._model.training, "ignored_indices": ignored, "is_weaker": is_weaker}
 
     def learn(self, learned: Learned, batch: Any) -> None:
         self._finished_modes.add(learned["training"])

@@ -45,18 +45,15 @@ from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHan
 from fourfold.step.sequence.shard_rows import (
     ShardMismatch,
     check_shard_rows,
-    first_line,
-    is_finite,
     is_replicated,
     is_shard_of,
-    raise_unavailable,
     shard_rows,
 )
 from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.tolerance import gradient_tolerance_of, is_close
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11
 # What a model raises for a shard if it expects another number of tokens.
@@ -78,7 +75,7 @@ class ShardComparison:
     ) -> None:
         self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
         self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, config.dtype))
-        with raise_unavailable():
+        with _raise_unavailable():
             self._state = random_weights.make_state(model, config)
         self._recorded_calls: list[RecordedCall] = []
         self._taps = GradTaps(tracker, shard)
@@ -93,9 +90,9 @@ class ShardComparison:
         """
         grad_tensors, projections = [], None
         with preserve_module(self._model):
-            with self._patched_model(self._record_attention, self._taps), raise_unavailable():
+            with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
                 full = self._call_model(self._taps.tap_inputs(self._inputs))
-            if self._config.weights != "own" and not is_finite(full):
+            if self._config.weights != "own" and not _is_finite(full):
                 raise CheckUnavailable("outputs that are not finite")
             if self._config.has_gradients:
                 grad_tensors = self._random_grad_tensors(full)
@@ -118,7 +115,7 @@ class ShardComparison:
         with (
             self._patched_model(self._record_attention, self._taps),
             count_gradients(self._parameters) as counts,
-            raise_unavailable(),
+            _raise_unavailable(),
         ):
             run_backward(full, grad_tensors)
         if twice := next((name for name, count in counts.items() if count > 1), None):
@@ -191,7 +188,7 @@ class ShardComparison:
                 inputs = shard_tokens(dict(self._inputs), shard)
                 outputs = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
             except _SIZE_ERRORS as error:
-                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
+                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
         if number < len(self._recorded_calls):
             raise _num_calls_mismatch(number, len(self._recorded_calls))
@@ -220,7 +217,7 @@ class ShardComparison:
             try:
                 run_backward(local, local_grads)
             except _SIZE_ERRORS as error:
-                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
+                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
@@ -283,7 +280,7 @@ class ShardComparison:
     def _compare_with_configured_attention(self, outputs: Any) -> None:
         """Check that a transformers model computes the same with our attention and masks as with its own."""
         attributes = copy_tensor_attributes(self._model, self._config.dtype)
-        with raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
+        with _raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
             configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
         pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
         if not all(is_close(a, b.detach()) for a, b in pairs):
@@ -345,3 +342,24 @@ class ShardComparison:
 def _num_calls_mismatch(num_local: int, num_full: int) -> ShardMismatch:
     got = f"{num_local} attention calls for a shard of the tokens, {num_full} for full sequences"
     return ShardMismatch(got, depends_on_others=False)
+
+
+def _is_finite(outputs: Any) -> bool:
+    """Whether outputs are numbers. Minus infinity counts: it is the logit of an impossible class."""
+    floats = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
+    return not any(bool((output.isnan() | output.isposinf()).any()) for output in floats)
+
+
+@contextlib.contextmanager
+def _raise_unavailable() -> Iterator[None]:
+    """Within, what the model raises for full sequences becomes CheckUnavailable."""
+    try:
+        yield
+    except (FourfoldError, ShardMismatch, CheckUnavailable):
+        raise
+    except Exception as error:
+        raise CheckUnavailable(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

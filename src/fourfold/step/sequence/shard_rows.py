@@ -1,18 +1,12 @@
 """Shard rows: whether a shard's numbers are the rows of the full tensor's."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fourfold.step.proof.check_config import CheckUnavailable
 from fourfold.step.sequence.token_shards import TokenShard
-from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close
-from fourfold.words.errors import FourfoldError
 
 # All ranks compute an output without tokens in the same way. A mean over tokens differs, but may be close.
 REPLICATED_TOLERANCE = {torch.float64: 1e-9}
@@ -63,24 +57,3 @@ def check_shard_rows(full: Tensor, local: Tensor, shard: TokenShard, dim: int, w
     rows = shard_rows(full, shard, dim)
     if rows.shape != local.shape or not is_close(rows, local):
         raise ShardMismatch(what)
-
-
-def is_finite(outputs: Any) -> bool:
-    """Whether outputs are numbers. Minus infinity counts: it is the logit of an impossible class."""
-    floats = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
-    return not any(bool((output.isnan() | output.isposinf()).any()) for output in floats)
-
-
-@contextlib.contextmanager
-def raise_unavailable() -> Iterator[None]:
-    """Within, what the model raises for full sequences becomes CheckUnavailable."""
-    try:
-        yield
-    except (FourfoldError, ShardMismatch, CheckUnavailable):
-        raise
-    except Exception as error:
-        raise CheckUnavailable(first_line(error)) from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -117,7 +117,9 @@ class TensorCheck:
         self._warn(reports)
         if not any(report["has_samples"] and report["is_finite"] for report in reports):
             return None  # the next batch may show more
-        return {"training": self._model.training, "draws": [_draws_at(reports, i) for i in range(len(groups[0]))]}
+        is_weaker = any(report[reason] for report in reports for reason in ("unavailable", "fallback", "loss_error"))
+        draws = [_draws_at(reports, index) for index in range(len(groups[0]))]
+        return {"training": self._model.training, "draws": draws, "is_weaker": is_weaker}
 
     def learn(self, learned: Learned, batch: Any) -> None:
         self._finished_modes.add(learned["training"])
