@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -132,3 +133,22 @@ def test_freed_buffers_are_not_counted() -> None:
     assert memory.memory_use().private_bytes == before.private_bytes + 2 * memory.HUGE_PAGE_MIN_BYTES
     del view
     assert memory.memory_use() == before
+
+
+def test_checks_of_a_later_step_leave_what_an_earlier_one_keeps(monkeypatch):
+    calls = list[tuple[int, int]]()
+
+    def mallopt(option: int, value: int) -> int:
+        calls.append((option, value))
+        return 1
+
+    monkeypatch.setattr(memory, "_malloc", lambda name: mallopt if name == "mallopt" else lambda _: None)
+    monkeypatch.setattr(memory, "_kept_for_good", threading.Event())
+    kept = [(memory.MMAP_MAX, 0), (memory.TRIM_THRESHOLD, 2**31 - 1)]
+    with memory.freed_memory_kept(torch.device("cpu")):
+        assert calls == kept
+    assert calls[2:] == [(memory.TRIM_THRESHOLD, 2**17), (memory.MMAP_MAX, 2**16)]
+    memory.tune_freed_memory(torch.device("cpu"), 1)
+    with memory.freed_memory_kept(torch.device("cpu")):
+        pass
+    assert calls[4:] == kept

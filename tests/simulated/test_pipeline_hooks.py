@@ -13,7 +13,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError
-from tests.simulated.test_pipeline_values import Block, Net, alone, batches, cross_entropy, divided, made
+from tests.simulated.test_pipeline_values import WIDTH, Block, Net, alone, batches, cross_entropy, divided, made
 
 
 class Sharing(Block):
@@ -109,14 +109,14 @@ class Storing(Net):
 
 
 class Normalizing(Block):
-    """Has a bias in front of a batch normalization: its gradient is 0 but for rounding."""
+    """What is in front of its batch normalization has a bias whose gradient is 0 but for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(super().forward(x).mT).mT
+        return super().forward(self.norm(x.mT).mT)
 
 
 class NormalizedBlocks(Net):

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import sys
 import time
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
+from fourfold.step.digests.build import package_items
 from fourfold.step.proof import checks
 from fourfold.step.proof.checks import Proof
 from fourfold.step.proof.first_batch import GradientCheck
@@ -160,6 +163,17 @@ def test_what_was_shown_of_another_task_is_not_believed(what, made):
     made.clear()
     threads.run(2, lambda comm: go_on(comm, **CHANGES[what]))
     assert bool(made) == (what != "nothing")
+
+
+@pytest.mark.parametrize(("folder", "counts"), [("src", True), ("lib/python3/site-packages", False)])
+def test_what_was_shown_depends_on_the_users_files_and_not_on_those_of_packages(folder, counts, tmp_path, monkeypatch):
+    file = tmp_path / folder / "helpers.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def scale(x):\n    return x\n")
+    monkeypatch.setitem(sys.modules, "helpers", types.SimpleNamespace(__file__=str(file)))
+    before = package_items(nn.Linear(2, 2))
+    file.write_text("def scale(x):\n    return 2 * x\n")
+    assert (package_items(nn.Linear(2, 2)) != before) == counts
 
 
 def test_a_check_that_takes_long_says_what_it_checks(monkeypatch, capsys):
