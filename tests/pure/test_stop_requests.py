@@ -168,6 +168,32 @@ def test_sigterm_after_its_work_never_ends_a_command_with_pythons_own_code(
     assert (ending.returncode, err) == expected
 
 
+ANSWERING = """
+import os, threading, time
+from fourfold.environment import early_sigterm
+
+write, has_begun = os.write, threading.Event()
+
+
+def slow(*args):
+    has_begun.set()
+    time.sleep(0.3)
+    return write(*args)
+
+
+early_sigterm.install()
+os.write = slow
+threading.Thread(target=early_sigterm.exit_requeued, daemon=True).start()
+has_begun.wait()
+"""
+
+
+def test_a_command_that_ends_while_sigterm_is_answered_has_the_code_of_the_answer() -> None:
+    command = [sys.executable, "-c", ANSWERING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stderr) == (75, "fourfold: stopped by SIGTERM; run the same command again\n")
+
+
 BUSY = "while True: time.sleep(0.01)"
 
 

@@ -66,8 +66,12 @@ def _watch(reader: int) -> None:
 
 
 def _ignore() -> None:
-    """Python drops its handlers before it frees what torch holds, which takes a while; the exit code stands by now."""
+    """Python drops its handlers before it frees what torch holds, which takes a while; the exit code stands by now.
+
+    Unless a thread is answering: it ends the process while this one waits. Later, Python would not let it go on.
+    """
     if is_installed():
+        _answering.acquire()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
