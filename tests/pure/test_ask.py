@@ -83,6 +83,7 @@ def test_axes_that_contradict_the_devices_are_refused_with_what_would_do(fields,
 def test_pinned_fields_that_depend_on_open_ones_are_no_problem():
     assert Ask(ulysses=2).pinned == {"ulysses": 2}
     assert Ask(shard=4).pinned == {"shard": 4}
+    assert Ask(shard=2, dp=4).pinned == {"shard": 2, "dp": 4}
     with pytest.raises(PlanError):
         Ask(ulysses=2, sp=3)
 

@@ -178,10 +178,17 @@ def test_baselines_are_what_they_are_called():
 
 
 @pytest.mark.parametrize(
-    "pinned", [{"shard": 2}, {"shard": 2, "zero": 3}, {"ulysses": 2}, {"schedule": "pipedream", "pp": 2}]
+    "pinned",
+    [
+        {"shard": 2},
+        {"shard": 2, "zero": 3},
+        {"shard": 2, "dp": 4, "tp": 2},  # of no baseline, and with zero = 0, which is tried first, of no plan
+        {"ulysses": 2},
+        {"schedule": "pipedream", "pp": 2},
+    ],
 )
 def test_an_ask_may_pin_a_field_that_most_baselines_cannot_have(pinned):
-    decision = decide(Ask(**pinned), make_case(devices=4))
+    decision = decide(Ask(**pinned), make_case(devices=8 if "tp" in pinned else 4))
     assert decision is not None
     assert {name: getattr(decision.answer.plan, name) for name in pinned} == pinned
 

@@ -9,6 +9,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from fourfold.plan.check import combination_problems, model_trait_problems
+from fourfold.plan.decide.answer import PREDICTION_ERROR
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.decide import best_baseline_on, decide
 from fourfold.plan.decide.decision import Decision
@@ -184,6 +185,14 @@ def test_fewer_devices_are_priced_with_what_is_pinned():
     assert best_baseline_on(1, Ask(tp=2), source, free, SMALL) is None
     assert best_baseline_on(2, Ask(tp=2), source, free, SMALL) is not None
     assert best_baseline_on(2, Ask(memory=1), source, free, SMALL) is None
+
+
+def test_the_error_of_predictions_is_known_where_the_cluster_gives_one():
+    source, ask = ChainFacts(num_blocks=2, width=16, batch_size=4), Ask(tp=1, sp=1, zero=0)
+    compared = dataclasses.replace(SMALL, prediction_error=0.03)
+    never, known = (decide(ask, source, LinearPrices(), each) for each in (SMALL, compared))
+    assert (never.is_error_known, never.error) == (False, PREDICTION_ERROR)
+    assert (known.is_error_known, known.error) == (True, 0.03)
 
 
 def test_stages_follow_the_clock_and_not_the_number_of_blocks():
