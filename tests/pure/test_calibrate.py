@@ -17,12 +17,13 @@ from fourfold.analysis.calibrate.cuts import cuts_of
 from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
 from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
 from fourfold.analysis.calibrate.timing import is_steady
-from fourfold.cli import plan_calibrate
-from fourfold.cli.plan_calibrate import calibrate, format_calibrated, threads_of_rank
+from fourfold.cli import plan_calibrate, plan_machine
+from fourfold.cli.plan_calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
 from fourfold.plan.predict.calibration import CalibrationError, Cut, encode_calibration
 from fourfold.tasks import lm
 from fourfold.words.task import Task
 from tests.calibration_cases import calibration
+from tests.planner_cases import ChainFacts
 
 
 class Chain(nn.Module):
@@ -204,6 +205,15 @@ def test_what_was_measured_is_used_though_it_cannot_be_stored(monkeypatch, tmp_p
     assert measured is not None
     assert measured.calibration == calibration()
     assert format_calibrated(measured)[-1].endswith("no space left on device")
+
+
+def test_a_question_is_answered_by_what_was_measured_though_it_is_not_stored(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = Calibrated(calibration(), tmp_path / "x", [], 1.0, "no space left on device")
+    monkeypatch.setattr(plan_calibrate, "calibrate", lambda *_, **__: measured)
+    asked = plan_machine.this_machine(["mine"], ChainFacts(), 1)
+    assert (asked.is_here, asked.cluster.num_devices) == (True, measured.calibration.machine.ranks_per_host)
+    assert "no space left on device" in capsys.readouterr().out
 
 
 def test_this_process_is_not_foreign():
