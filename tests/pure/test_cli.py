@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.cli import main, sigint
 from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
-from fourfold.cli.errors import nearest_file
+from fourfold.cli.errors import nearest_file, report_error
 from fourfold.cli.task_source import is_script
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
@@ -525,6 +525,13 @@ def test_out_of_range_values_are_refused_without_a_traceback(
     text = refused(*arguments)
     assert message in text
     assert "Traceback" not in text
+
+
+def test_a_group_of_errors_of_the_task_is_reported_as_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert report_error(ExceptionGroup("many", [ValueError("a"), SettingError("b")])) == 1
+    assert "ExceptionGroup: many" in capfd.readouterr().err
+    assert report_error(ExceptionGroup("several problems", [SettingError("a"), SettingError("b")])) == 2
+    assert "several problems" not in capfd.readouterr().err
 
 
 def test_the_nearest_file_is_one_that_exists(tmp_path: Path) -> None:

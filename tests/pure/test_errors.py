@@ -64,10 +64,15 @@ def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():
     assert [closest_match(word, known) for word in mistyped] == ["lr", "steps", "batch_size", "microbatches"]
     assert closest_match("learning_rate", ["steps"]) is None
     assert closest_match("lerning_rate", ["steps"]) is None
+    assert closest_match("vocab_size", ["batch_size", "vocabulary"]) == "vocabulary"
+    assert closest_match("vocab_size", ["batch_size"]) is None
+    assert closest_match("experiment", ["experiments"]) == "experiments"  # of a file
+    assert closest_match("pipeline_schedule", ["lr_schedule", "schedule"]) == "schedule"
 
 
 def test_words_whose_values_are_others_here_are_answered_by_values_that_can_be_given():
     assert place_of_setting("bf16", ["precision"]) == "precision=bf16 or precision=fp16"
+    assert place_of_setting("deepspeed", ["seed", "zero"]) == "zero=1, zero=2 or zero=3"
     assert closest_match("metric_for_best_model", ["best_mode", "best_metric"]) == "best_metric"
     given = [pair for place in PLACES.values() for pair in re.findall(r"(\w+)=(\w+)", place)]
     values: list[tuple[str, Any]] = [(key, int(text) if text.isdecimal() else text) for key, text in given]

@@ -44,7 +44,9 @@ class ErrorCollector:
 
 def report_error(error: BaseException) -> int:
     """Print an error; returns the exit code. Under another launcher, rank 0 reports bad input for all ranks."""
-    errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+    errors: tuple[BaseException, ...] = (error,)
+    if isinstance(error, ExceptionGroup) and all(isinstance(each, FourfoldError) for each in error.exceptions):
+        errors = error.exceptions  # what was collected; a group of the task's is one error
     code = max((each.exit_code if isinstance(each, FourfoldError) else 1) for each in errors)
     text = "\n".join(_format_error(each) for each in errors)
     try:

@@ -58,6 +58,8 @@ _WORDS_OF_OTHERS = {
     "precision": "dtype mixed_precision torch_dtype",
     "recompute": "recompute_granularity",
     "zero": "zero_stage",
+    "schedule": "pipeline_schedule pp_schedule",
+    "interleave": "vpp virtual_pipeline virtual_pipeline_model_parallel_size",
     "dp": "data_parallel data_parallel_size ddp dp_size",
     "tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size",
     "pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
@@ -65,6 +67,7 @@ _WORDS_OF_OTHERS = {
     "length": "seq_len seq_length sequence_length max_length max_seq_len block_size context_length",
     "width": "hidden_size d_model n_embd dim embed_dim hidden_dim",
     "layers": "num_layers n_layers n_layer depth num_hidden_layers",
+    "vocabulary": "vocab_size padded_vocab_size",
     "heads": "num_heads n_heads n_head nhead num_attention_heads",
     "data": "dataset data_dir data_path dataset_path train_file",
 }
@@ -74,14 +77,17 @@ _PLACES_OF_OTHERS = {
     "-n N, the number of processes": "gpus num_gpus n_gpus devices num_devices world_size nproc nproc_per_node "
     "num_processes processes ranks num_ranks",
     "a launcher that starts processes on each node": "nodes num_nodes nnodes",
-    "the optimizer of the task": "lr learning_rate weight_decay wd momentum betas beta1 beta2 eps optimizer optim",
+    "the optimizer of the task": "lr learning_rate weight_decay wd momentum betas beta1 beta2 eps optimizer optim "
+    "adam_beta1 adam_beta2 adam_epsilon",
+    "the model of the task": "dropout compile torch_compile",
     "a DataLoader(…, num_workers=N) as the task's data": "workers num_workers dataloader_num_workers",
     "the same command, which resumes a run": "resume resume_from resume_from_checkpoint",
     "metrics.jsonl in the run's folder, which has every step": "log_every log_interval logging_steps",
     # Theirs are switches, or sizes of another thing, so that their values would be refused here.
     "precision=bf16 or precision=fp16": "amp bf16 fp16",
-    "recompute=selective or recompute=full": "gradient_checkpointing activation_checkpointing grad_checkpointing",
-    "zero=1, zero=2 or zero=3": "fsdp sharding_strategy",
+    "recompute=selective or recompute=full": "gradient_checkpointing activation_checkpointing grad_checkpointing remat "
+    "gradient_checkpoint activation_checkpoint",
+    "zero=1, zero=2 or zero=3": "fsdp sharding_strategy deepspeed zero_optimization",
     "batch_norm=sync": "sync_batchnorm sync_bn sync_batch_norm",
     "unused=allow": "find_unused_parameters",
     "residual=split": "sequence_parallel",
@@ -250,7 +256,9 @@ def closest_match(word: str, choices: Iterable[str]) -> str | None:
     longer = [each for each in by_plain if each.endswith(f"_{plain}")]  # h100: dgx-h100, and not v100
     near = functools.partial(difflib.get_close_matches, plain, n=1)
     # Of the words of others only what is very near: batchsize is like tp_size.
-    close = [plain] if plain in known else longer or near(list(known), cutoff=0.8) or near(list(by_plain), cutoff=0.6)
+    close = [plain] if plain in known else longer or near(list(known), cutoff=0.8)
+    if not close and plain not in SYNONYMS:  # else its meaning is known, and vocab_size is like batch_size
+        close = near(list(by_plain), cutoff=0.6)
     return known[close[0]] if close else None
 
 
