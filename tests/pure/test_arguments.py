@@ -325,6 +325,7 @@ def test_a_batch_without_a_sample_dim_is_refused(batch: Any) -> None:
 @pytest.mark.parametrize(("target", "place"), [
     ((torch.zeros(4, 1), ["a"] * 4), "targets[1][0] of type str"),
     ({"box": [torch.zeros(4, 1), None]}, "targets['box'][1] of type NoneType"),
+    ({"box": np.zeros((4, 1))}, "try torch.as_tensor(targets['box'])"),
     (torch.zeros(()), "targets, a tensor without dims"),
     ((torch.zeros(4, 1), torch.zeros(3)), "4 in targets[0], 3 in targets[1]"),
 ])  # fmt: skip

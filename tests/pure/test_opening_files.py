@@ -10,6 +10,7 @@ import re
 import shutil
 import sqlite3
 import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,11 @@ def test_files_of_npz_are_read_however_their_arrays_are_stored(tmp_path: Path):
     rows = np.arange(6.0).reshape(2, 3)
     np.savez(tmp_path / "x.npz", x=np.asfortranarray(rows))
     assert [sample["x"].tolist() for sample in samples_of(tmp_path, rows=True)] == rows.tolist()
+    np.save(tmp_path / "x.npy", rows)
+    for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w", compression) as archive:
+            archive.write(tmp_path / "x.npy", "x.npy")
+        assert "x.npy: a compression that numpy does not write" in message(tmp_path / "x.npz")
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a" * 5000, "missing"])

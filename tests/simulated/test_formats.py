@@ -176,6 +176,16 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 
+def test_no_imaginary_part_is_dropped(tmp_path: Path):
+    np.save(tmp_path / "x.npy", np.full((4, 2), 1j, np.complex64))
+    source = ff.open_source(tmp_path / "x.npy", dtype="float32")
+    with pytest.raises(DataError, match="complex numbers, for float32"):
+        source[0]
+    with pytest.raises(RuntimeError) as caught:
+        call_model(torch.nn.Linear(2, 1), ff.open_source(tmp_path / "x.npy").fetch([0])["x"])
+    assert "try torch.view_as_real" in caught.value.__notes__[0]
+
+
 def test_values_that_no_batch_can_hold_are_refused(tmp_path: Path):
     dates = pa.array([1, 2], pa.timestamp("s"))
     pq.write_table(

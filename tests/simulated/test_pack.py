@@ -370,6 +370,15 @@ def test_a_manifest_is_bounded_before_it_is_believed(tmp_path, change, message):
         ff.Pack(tmp_path / "pack")
 
 
+@pytest.mark.parametrize("name", ["shard-00000.data", "index"])
+def test_a_folder_in_the_place_of_a_file_is_refused_whatever_its_size(tmp_path, name):
+    ff.pack(rows(10), tmp_path / "pack")
+    (tmp_path / "pack" / name).unlink()
+    (tmp_path / "pack" / name).mkdir()
+    with pytest.raises(DataError, match=f"{name}, which is no regular file"):
+        ff.Pack(tmp_path / "pack")
+
+
 def test_a_manifest_without_an_end_is_refused(tmp_path, monkeypatch):
     ff.pack(rows(10), tmp_path / "pack")
     path = tmp_path / "pack" / "manifest.json"

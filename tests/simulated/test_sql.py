@@ -483,6 +483,13 @@ def test_a_damaged_index_is_named(tmp_path, name):
             open_index(tmp_path, "a query", iter(()))
 
 
+@pytest.mark.parametrize("name", ["lock", "manifest.json", "keys"])
+def test_an_index_with_a_pipe_is_damaged_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}, which is damaged"):
+        open_index(tmp_path, "a query", [(1, 1)])
+
+
 def test_keys_of_an_index_that_are_no_text_are_named_and_a_lock_is_not_emptied(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "index").mkdir()

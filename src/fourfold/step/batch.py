@@ -77,7 +77,9 @@ def num_samples(batch: Any) -> int:
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
             got, need = f"{name} of type {type(leaf).__name__}", "tensors, or dicts, lists or tuples of them"
-            raise TaskError(Problem(got, need, "numbers in its place, or samples without it"), where="the batch")
+            is_array = hasattr(leaf, "__array__")
+            attempt = f"torch.as_tensor({name})" if is_array else "numbers in its place, or samples without it"
+            raise TaskError(Problem(got, need, attempt), where="the batch")
         if leaf.dim() == 0:
             need = "tensors whose first dim counts samples"
             raise TaskError(Problem(f"{name}, a tensor without dims", need), where="the batch")

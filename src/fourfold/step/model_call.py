@@ -40,6 +40,8 @@ def _dtype_note(failed: torch.nn.Module, inputs: Any) -> str:
     if not needed or takes_indices or {*given} & {*needed}:
         return ""
     attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
+    if any(each.startswith("complex") for each in given):  # a cast would drop the imaginary parts
+        attempt = "torch.view_as_real in the source, or weights of that dtype"
     need = f"what the weights take, of {', '.join(needed)}"
     return f"  inputs of {', '.join(given)}\n    need {need}\n    try {attempt}"
 

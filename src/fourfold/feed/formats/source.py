@@ -231,7 +231,11 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
         if array.dtype == object:
             raise ValueError(f"a whole number of more than 64 bits, for {str(dtype).removeprefix('torch.')}")
         value = torch.from_numpy(array)
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_complex() and not dtype.is_complex:  # torch would drop the imaginary parts
+        raise ValueError(f"complex numbers, for {str(dtype).removeprefix('torch.')}")
+    return value.to(dtype)
 
 
 def _decode_images(value: Any) -> Any:

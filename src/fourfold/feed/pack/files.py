@@ -6,6 +6,7 @@ Law: a file is closed when it is neither in the pool nor in use; a process has a
 """
 
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -212,8 +213,10 @@ def check_sizes(path: Path, manifest: layout.Manifest) -> None:
     problems = []
     for name, need in expected.items():
         try:
-            size = (path / name).stat().st_size
-            got = f"{name} of {size} bytes" if size != need else None
+            found = (path / name).stat()
+            got = f"{name} of {found.st_size} bytes" if found.st_size != need else None
+            if not stat.S_ISREG(found.st_mode):
+                got = f"{name}, which is no regular file"
         except OSError as error:
             got = f"{name}: {os_error_text(error)}"
         if got is not None:
