@@ -176,6 +176,18 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 
+def test_tensors_of_arrow_have_their_shape(tmp_path: Path):
+    storage = pa.array([list(range(6)), list(range(6, 12)), None, [None] * 6], pa.list_(pa.float32(), 6))
+    for permutation, rows in ((None, [[6, 7, 8], [9, 10, 11]]), ([1, 0], [[6, 9], [7, 10], [8, 11]])):
+        kind = pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=permutation)
+        pq.write_table(pa.table({"x": pa.ExtensionArray.from_storage(kind, storage)}), tmp_path / "x.parquet")
+        source = ff.open_source(tmp_path / "x.parquet")
+        assert source[1]["x"].tolist() == rows
+        for row in (2, 3):
+            with pytest.raises(DataError, match=f"row {row} cannot be read: x (is|holds a) null"):
+                source[row]
+
+
 def test_no_imaginary_part_is_dropped(tmp_path: Path):
     np.save(tmp_path / "x.npy", np.full((4, 2), 1j, np.complex64))
     source = ff.open_source(tmp_path / "x.npy", dtype="float32")
