@@ -1,5 +1,6 @@
 """PipeDream and PipeDream-2BW: batches that use weights which miss updates, as one process emulates it."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -133,14 +134,16 @@ def test_a_checkpoint_in_the_middle_continues_as_without_it():
             torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("bucket_bytes", [None, 4_000])  # of the run before: None: the same buckets, else others
 @pytest.mark.parametrize(("pp", "schedule", "microbatches"), [(2, "2bw", 2), (4, "2bw", 4), (4, "pipedream", 1)])
-def test_the_first_steps_after_a_resume_report_the_loss_of_their_first_batch(pp, schedule, microbatches):
+def test_the_first_steps_after_a_resume_report_the_loss_of_their_first_batch(pp, schedule, microbatches, bucket_bytes):
     plan = Plan(pp=pp, schedule=schedule, microbatches=microbatches)
+    before = dataclasses.replace(plan, bucket_bytes=bucket_bytes or plan.bucket_bytes)
     lag = pp - 1 if schedule == "pipedream" else 1
     batches = [cases.local_batch(batch, 1, 0) for batch in cases.batches(CASE)[: lag + 2]]
 
     def body(comm: Any) -> Any:
-        step = make_step(comm, plan)
+        step = make_step(comm, before)
         step(batches[0])
         resumed = make_step(comm, plan)
         resumed.load_state_dict(step.state_dict())  # drains

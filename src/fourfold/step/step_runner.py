@@ -253,6 +253,9 @@ class AsynchronousRunner(StepRunner):
 
     def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
         if not self._assembly.timing.has_pending:
+            if not self._programs.has_record:
+                # A loaded state with other buckets has set it. The first step's program measures it again, and drains.
+                self._programs.nominal_count = None
             return super().begin_step(batch)
         self._checks.check_unchanged(has_pending_updates=True)
         return batch, None
