@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -347,6 +348,47 @@ def test_ranks_hold_and_save_their_result_together(zero, tmp_path, monkeypatch):
     for name, folder in (("whole", tmp_path), ("alone", tmp_path / "weights")):
         export_weights(newest_valid(folder), tmp_path / name)
     assert (tmp_path / "alone").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_the_room_that_a_quicker_rank_has_filled_with_its_file_is_not_asked_for_again(tmp_path, monkeypatch):
+    """The disk has room for the files of both ranks. Rank 0 looks at it when that of rank 1 is written."""
+    is_written, rooms = threading.Event(), []
+
+    def write(path: Path, snapshot: Any, real: Any = writer.write_snapshot) -> Any:
+        entry = real(path, snapshot)
+        if path.name == shard_file_name(1):
+            is_written.set()
+        return entry
+
+    def check(self: Any, request: Any, real: Any = writer.CheckpointWriter._check_disk_space) -> None:
+        assert request.manifest is None or is_written.wait(30)
+        real(self, request)
+
+    def num_bytes() -> int:
+        return sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+
+    def disk_usage(_: Path) -> Any:
+        return SimpleNamespace(free=(rooms[0] if rooms else 10**9) - num_bytes())
+
+    monkeypatch.setattr(writer, "write_snapshot", write)
+    monkeypatch.setattr(writer.CheckpointWriter, "_check_disk_space", check)
+    monkeypatch.setattr(writer, "shutil", SimpleNamespace(disk_usage=disk_usage, rmtree=shutil.rmtree))
+
+    def body(comm: Any) -> str:
+        run = ThreadRun(Case(model="digits"), comm, tmp_path)
+        run.run_steps(0, 2)
+        run.checkpoints.save(TrainingProgress(2))
+        run.checkpoints.wait()
+        run.step.all_gather_json(None)  # rank 0 has written all
+        if comm.rank == 0:
+            is_written.clear()
+            rooms.append(2 * num_bytes() + writer.SPARE_BYTES)
+        run.step.all_gather_json(None)
+        run.checkpoints.save(TrainingProgress(3))
+        run.checkpoints.wait_for_writer()
+        return "".join(run.checkpoints.take_failures())
+
+    assert threads.run(2, body) == ["", ""]
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["new run", "resumed run"])

@@ -155,12 +155,14 @@ class CheckpointWriter:
         return ""
 
     def _check_disk_space(self, request: SaveRequest) -> None:
-        """Raise OSError if the disk has no room for this rank's file; rank 0 checks for all files."""
-        own = request.snapshot.num_bytes
-        need = (own if request.manifest is None else max(own, estimated_bytes(request.snapshot.held))) + SPARE_BYTES
-        free = shutil.disk_usage(self._store.path).free
-        if free < need:
-            raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need)} needed")
+        """Raise OSError if the disk has no room for this rank's file; rank 0 checks for all files that are missing."""
+        free, need = shutil.disk_usage(self._store.path).free, request.snapshot.num_bytes
+        if request.manifest is not None:
+            files = [request.staging_dir / shard_file_name(rank) for rank in range(self._size)]
+            written = sum(each.stat().st_size for each in files if each.exists())  # by ranks that were quicker
+            need = max(need, estimated_bytes(request.snapshot.held) - written)
+        if free < need + SPARE_BYTES:
+            raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need + SPARE_BYTES)} needed")
 
     def _commit(self, request: SaveRequest, manifest: Manifest) -> None:
         """Rank 0: wait for all markers, write the manifest, give the folder its name."""
