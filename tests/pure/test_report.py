@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import resource
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,6 +57,19 @@ def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int |
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "trace.json").write_bytes(encode_trace(trace(late=1.0)))
     return folder
+
+
+def test_a_page_that_the_disk_does_not_take_leaves_the_one_before(run):
+    before = page.write_report([run]).read_text()
+    files, limits = sorted(run.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            page.write_report([run])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run / page.REPORT_FILE).read_text() == before
+    assert sorted(run.iterdir()) == files
 
 
 def test_a_page_is_well_formed_and_self_contained(run):

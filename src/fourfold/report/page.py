@@ -6,6 +6,7 @@ Law: what the run has not recorded has no card; a page is written whole, and sho
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.trace_file import Trace
 from fourfold.report import charts, checkpoint_card, faults, segments
@@ -34,7 +35,7 @@ def write_report(paths: Sequence[Path]) -> Path:
     path = (
         records[0].path / REPORT_FILE if one else records[0].path.parent / f"{'+'.join(r.name for r in records)}.html"
     )
-    path.write_text(render_run(records[0]) if one else render_comparison(records), encoding="utf-8")
+    write_atomically(path, (render_run(records[0]) if one else render_comparison(records)).encode())
     return path
 
 
