@@ -151,6 +151,22 @@ def test_a_link_is_slow_if_its_answers_are_while_both_its_ends_wait_much_longer_
     assert [each.startswith(text) for each in said] == [True] * expected
 
 
+@pytest.mark.parametrize(
+    ("is_paused", "place"), [(False, "the start and the first step"), (True, "an evaluation or a checkpoint")]
+)
+def test_a_link_that_is_slow_outside_of_the_steps_is_named_too(pair, monkeypatch, is_paused: bool, place: str) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)
+    heartbeat = stepping(100.0) if is_paused else Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
+    with heartbeat.pause():
+        heartbeat._phase_start = 100.0
+        answering(pair[0].peers[1], 0.25, at=103.5)
+        watch = LinkWatch(pair[0], heartbeat, said.append, None)
+        assert [watch.look(now) for now in (102.9, 104.0, 105.0)] == [""] * 3
+    names = "rank 0 (host a) and rank 1 (host b)"
+    assert said == [f"{names}: a slow link: both wait, 4 s into {place}; an answer takes 250 ms"]
+
+
 def test_of_several_links_the_slowest_is_named_by_the_first_of_its_ends(pair, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)

@@ -1,8 +1,8 @@
 """Link watch: a thread on the first rank of each host that says which link between hosts is slow or cut.
 
 silent   a peer of which nothing was heard for MISSED_BEATS beats
-slow     a link whose answers take much longer than they did, while its two ends wait in a step that lasts much longer
-         than their steps do
+slow     a link whose answers take much longer than they did, while its two ends wait: in a step that lasts much longer
+         than their steps do, or in the start, an evaluation or a checkpoint
 Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
 """
 
@@ -83,11 +83,8 @@ class LinkWatch:
             if lost := self._look_at(index, peer, peer.heard_at, now):
                 return lost
         if not self._silent_since and self._is_slow(now) and (peer := self._slowest()):
-            self._slow_step, waited = self._heartbeat.step, now - self._heartbeat.phase_start
-            self._say(
-                f"{self._beats.own} and {peer}: a slow link: both have waited for {waited:.0f} s in a step, which took "
-                f"{format_seconds(self._heartbeat.step_seconds)}; an answer takes {format_seconds(peer.answer_seconds)}"
-            )
+            self._slow_step, answer = self._heartbeat.step, format_seconds(peer.answer_seconds)
+            self._say(f"{self._beats.own} and {peer}: a slow link: {self._wait_text(now)}; an answer takes {answer}")
         return ""
 
     def _look_at(self, index: int, peer: Peer, heard_at: float, now: float) -> str:
@@ -111,7 +108,14 @@ class LinkWatch:
         heartbeat = self._heartbeat
         limit = max(MISSED_BEATS * BEAT_SECONDS, SLOW_FACTOR * heartbeat.step_seconds)
         is_new = self._slow_step != heartbeat.step
-        return heartbeat.is_stepping and is_new and now - heartbeat.phase_start > limit and main_thread_waits()
+        return is_new and now - heartbeat.phase_start > limit and main_thread_waits()
+
+    def _wait_text(self, now: float) -> str:
+        heartbeat, seconds = self._heartbeat, f"{now - self._heartbeat.phase_start:.0f} s"
+        if heartbeat.is_stepping:
+            return f"both have waited for {seconds} in a step, which took {format_seconds(heartbeat.step_seconds)}"
+        place = "the start and the first step" if heartbeat.step < 0 else "an evaluation or a checkpoint"
+        return f"both wait, {seconds} into {place}"
 
     def _slowest(self) -> Peer | None:
         """The peer that answers slowest, if that link is slow, this host tells of it, and the peer waits too."""
