@@ -1,6 +1,7 @@
 """Laws of atomic files: a reader sees the old content or the new, and a failed write leaves nothing behind."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,15 @@ def test_a_write_that_fails_leaves_the_old_content_alone(tmp_path: Path, monkeyp
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_written_to_and_stays_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(path, b"new")
+        assert path.is_fifo()
+        assert os.read(reader, 100) == b"new"
+    finally:
+        os.close(reader)

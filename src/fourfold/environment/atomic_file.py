@@ -1,6 +1,7 @@
 """Atomic files: a reader sees a file's old content or its new content, never a part of it.
 
-Law: new content is written under another name in the same folder, and renamed; a failed write leaves the old file.
+Law: new content is written under another name in the same folder, and renamed; a failed write leaves the old file. What
+is no file, such as a device or a pipe, is written to, not replaced.
 """
 
 import contextlib
@@ -12,6 +13,9 @@ PARTIAL_SUFFIX = ".part"
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Give a file new content. `durable`: it is on the disk when this returns. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
         partial.write_bytes(content)
