@@ -3,7 +3,7 @@
 chain    modules that the model calls one after the other, each with what the one before has returned: the children of
          an `nn.ModuleList` or `nn.Sequential`
 ends     the modules with weights outside of the chain: before it (an embedding), behind it (a norm, a head)
-own      weights of a module around the chain itself, such as the positions of a vision transformer
+own      weights of a module around the chain itself, such as the positions of a vision transformer, and of lists there
 Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
 """
 
@@ -75,7 +75,7 @@ def map_stages(model: nn.Module, spec: StageSpec) -> StageMap:
     chain, blocks = _divide(model, spec) if groups is None else _divide_by_name(model, groups, num_stages)
     found = StageMap(chain, blocks, spec.num_places)
     found = found._replace(ties=_ties_across(model, found))
-    if problems := _tied_problems(found):
+    if problems := _tied_problems(model, found):
         raise PlanError(problems, where="the pipeline")
     return found
 
@@ -159,14 +159,26 @@ def _around(model: nn.Module, container: str, blocks: tuple[str, ...]) -> Chain:
     own: list[str] = []
     for name, module in _path(model, container):
         own += [_joined(name, key) for key, _ in module.named_parameters(recurse=False)]
-        target = before
+        is_behind = False
         for key, child in module.named_children():
             full = _joined(name, key)
             if _is_in(container, full):
-                target = behind
-            elif _num_weights(child):
-                target.append(full)
+                is_behind = True
+            elif is_behind:
+                behind += [full] if _num_weights(child) else []
+            else:
+                _add_called(full, child, before, own)
     return Chain(blocks, tuple(before), tuple(behind), tuple(own))
+
+
+def _add_called(name: str, module: nn.Module, called: list[str], own: list[str]) -> None:
+    """Add a module with weights to those that are called; of one without a forward, such as a list, what it has."""
+    if type(module).forward is not nn.Module.forward:
+        called += [name] if _num_weights(module) else []
+        return
+    own += [_joined(name, key) for key, _ in module.named_parameters(recurse=False)]
+    for key, child in module.named_children():
+        _add_called(_joined(name, key), child, called, own)
 
 
 def tied_parameters(model: nn.Module) -> dict[str, list[str]]:
@@ -186,12 +198,13 @@ def _ties_across(model: nn.Module, stages: StageMap) -> dict[str, list[str]]:
     return found
 
 
-def _tied_problems(stages: StageMap) -> list[Problem]:
-    """Weights that are tied in another way than an embedding and a head are."""
+def _tied_problems(model: nn.Module, stages: StageMap) -> list[Problem]:
+    """Weights that are tied in another way than an embedding and a head are; a module that has both names is none."""
     problems, last = [], stages.num_places - 1
     for name, others in stages.ties.items():
         is_owned = stages.stage_of(name) == 0 and all(stages.stage_of(n) == stages.num_stages - 1 for n in others)
-        if not is_owned or last == 0:
+        module, *also = (model.get_submodule(each.rpartition(".")[0]) for each in (name, *others))
+        if not is_owned or last == 0 or module in also:
             got = f"one weight, {' and '.join([name, *others])}, on several stages"
             need = "each weight on one stage, or on the first and the last one, as an embedding and a head"
             problems.append(Problem(got, need, "weights that are not tied, other stages, or pp = 1"))
