@@ -329,7 +329,7 @@ def _lay_out_batches(
         ranks = pipeline.ranks
         rows = make_row_exchange(ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
         agree = functools.partial(tensor_calls.agree_with_stages, rows, ranks)
-        checks.insert(0, stages)
+        checks.insert(int(tensor.is_cut), stages)  # rules that are wrong fail in a stage too, in words of torch
         layout = SharedSamples(layout, "pp", ranks, agree, (seed, world.along("dp").rank))
     return layout, checks
 
