@@ -180,8 +180,11 @@ class StepRunner:
     @noting_batch
     def dry_run(self, batch: Any, *, training: bool = False) -> None:
         """See `TrainStep.dry_run`."""
+        pipeline = self._assembly.pipeline
+        pipeline.skeleton.training = self.model.training
         if self._assembly.proof.is_needed(training=training):
             self._calls.check_same()
+            pipeline.follow_modes(self.model)
             self._assembly.proof.run(batch, training=training)
             self._weights.edits.accept_edits()
 

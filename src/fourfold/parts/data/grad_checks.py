@@ -35,9 +35,9 @@ def raise_grad_has_graph(name: str) -> NoReturn:
     raise TaskError(Problem(got, need, attempt))
 
 
-def check_dense(gradient: Tensor, name: str) -> None:
+def check_dense(gradient: Tensor | None, name: str) -> None:
     """Raise TaskError for a sparse gradient."""
-    if gradient.layout is not torch.strided:
+    if gradient is not None and gradient.layout is not torch.strided:
         raise TaskError(Problem(f"{name} has a sparse gradient", "dense gradients", "sparse=False"))
 
 

@@ -86,6 +86,11 @@ class PipelineAxis(NamedTuple):
         own = {alias: name for alias, name in aliases_of(self.stages.ties).items() if self.is_own(name)}
         return own if self.is_cut else {}
 
+    def follow_modes(self, model: nn.Module) -> None:
+        """Give the skeleton's modules the modes that those of the model have now: it stands for them in dry runs."""
+        for module, like in zip(self.skeleton.modules(), model.modules(), strict=True):
+            module.training = like.training
+
     def check_whole_model(self, call: str, attempt: str) -> None:
         """Raise PlanError unless this rank has the whole model."""
         if self.is_cut:
@@ -312,10 +317,12 @@ def _drop_other_stages(model: nn.Module, stages: StageMap, place: int) -> None:
                 del own_parameters(module)[key]
                 vars(module)[key] = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
     outside = [*chain.before, *chain.blocks, *chain.behind]
-    for name, _ in list(model.named_buffers(remove_duplicate=False)):
-        if any(name.startswith(f"{each}.") for each in outside) and stages.place_of(name) != place:
-            module, key = _place(model, name)
-            own_buffers(module)[key] = None
+    kept: dict[bool, set[tuple[nn.Module, str]]] = {True: set(), False: set()}
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        is_own = stages.place_of(name) == place or not any(name.startswith(f"{each}.") for each in outside)
+        kept[is_own].add(_place(model, name))
+    for module, key in kept[False] - kept[True]:  # what blocks of several stages share, such as rotary angles, stays
+        own_buffers(module)[key] = None
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -10,7 +10,7 @@ else it needs is carried, or the plan is refused.
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fourfold.step.objective import Objective
 from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual
 from fourfold.step.pipeline.recording import Recorder, Recording
-from fourfold.step.pipeline.rehearsal import NEED, DividedModel, Rehearsal
+from fourfold.step.pipeline.rehearsal import NEED, DividedModel, Rehearsal, buffers_of
 from fourfold.step.pipeline.values import attributes_of, take_apart, without_caches
 from fourfold.step.proof.checks import Learned, Report, out_of_step_problem, raise_problems
 from fourfold.step.proof.preserve_module import preserve_module
@@ -54,6 +54,8 @@ class PipelineCheck:
         stages = pipeline.stages
         own = stages.stages_at(pipeline.place)
         self._divided = DividedModel(model, pipeline.skeleton, objective, stages, own, world.device)
+        self._shown_modes, self._finished_modes = set[bool](), set[bool]()
+        """In which a batch of this rank, and one of each rank, has been rehearsed: training or not."""
 
     def make_gates(self, stage: int) -> Gates:
         """The gates of a stage of this rank."""
@@ -65,8 +67,11 @@ class PipelineCheck:
         return Carried(self.known.received_by(stage), self.known.received_by(stage + 1))
 
     def is_needed(self, *, training: bool) -> bool:
-        """Whether some rank has not had a batch with samples yet. What is learned is not kept: it holds objects."""
-        return not self.known.is_complete
+        """Whether some rank has not had a batch with samples yet. What is learned is not kept: it holds objects.
+
+        In training mode there may be branches that an evaluation before it has not shown.
+        """
+        return not {self._divided.model.training, True} & self._finished_modes
 
     def memory_fits(self) -> Sequence[bool]:
         return ()
@@ -74,17 +79,24 @@ class PipelineCheck:
     def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
         """Rehearse this rank's stages on a few samples of a batch. Collective among tensor ranks."""
         report: Report = {"problems": [], "out_of_step": False}
-        if num_samples(batch) and not self.known.forms:
+        mode, self.known.is_complete = self._divided.model.training, False
+        if num_samples(batch) and mode not in self._shown_modes:
             try:
                 report["problems"] = self._run_among_tensor_ranks(batch)
             except CallMismatch:
                 report["out_of_step"] = True
             except Exception:
-                self.known.clear()
+                self._forget()
                 raise
             if report["problems"] or report["out_of_step"]:
-                self.known.clear()
-        return report | self.known.report(self._divided.own) | {"has_samples": bool(self.known.forms)}
+                self._forget()
+            else:
+                self._shown_modes.add(mode)
+        return report | self.known.report(self._divided.own) | {"has_samples": mode in self._shown_modes}
+
+    def _forget(self) -> None:
+        self.known.clear()
+        self._shown_modes.clear()
 
     def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
         raise_problems(reports, WHERE)
@@ -93,6 +105,8 @@ class PipelineCheck:
         for each in reports:
             self.known.merge(each)
         self.known.is_complete = all(each["has_samples"] for each in reports)
+        if self.known.is_complete:
+            self._finished_modes.add(self._divided.model.training)
         return None
 
     def learn(self, learned: Learned, batch: Any) -> None:
@@ -132,21 +146,19 @@ class PipelineCheck:
 
     def _run_samples(self, batch: Any) -> list[Problem]:
         model, skeleton = self._divided.model, self._divided.skeleton
-        for module, before in zip(skeleton.modules(), model.modules(), strict=True):
-            module.training = before.training
         first, other = self._parts(*unpack_batch(batch))
         with self._own_gradients() as trained, preserve_module(skeleton), preserve_module(model):
-            recordings = [self._record(part, trained) for part in (first, other)]
+            recordings = self._record_both((first, other), trained)
             if problems := self._order_problems(recordings[0].calls) or self._checkpoint_problems(recordings[0]):
                 return problems
             if self.known.attributes:  # some may have been found in the second one only
-                recordings = [self._record(part, trained) for part in (first, other)]
+                recordings = self._record_both((first, other), trained)
             self.known.first.update(recordings[0].described)
             samples = list(zip((first, other), recordings, strict=True))
             if problems := self._rehearse(samples):
                 return problems
             with eval_mode(skeleton), eval_mode(model), torch.no_grad():
-                return self._rehearse([(first, self._record(first, trained))])
+                return self._rehearse([(first, self._record(first, trained, {}))])
 
     def _parts(self, inputs: Any, targets: Any) -> list[Microbatch]:
         """A few samples; and as many of the others, in another order."""
@@ -173,13 +185,21 @@ class PipelineCheck:
             for p in others:
                 p.requires_grad_(True)
 
-    def _record(self, part: Microbatch, trained: set[nn.Parameter]) -> Recording:
+    def _record_both(self, parts: Sequence[Microbatch], trained: set[nn.Parameter]) -> list[Recording]:
+        """Run the whole model on each part, with the buffers that the forward before has left."""
+        recordings: list[Recording] = []
+        for part in parts:
+            recordings.append(self._record(part, trained, recordings[-1].buffers if recordings else {}))
+        return recordings
+
+    def _record(self, part: Microbatch, trained: set[nn.Parameter], buffers: Mapping[str, Tensor]) -> Recording:
         """Run the whole model, and its loss."""
         divided, skeleton = self._divided, self._divided.skeleton
         recorder = Recorder(skeleton, self.known, trained, divided.own)
-        with divided.computing(skeleton), recorder.recording() as recording, self.whole_shown_to_loss():
+        with divided.computing(skeleton, buffers), recorder.recording() as recording, self.whole_shown_to_loss():
             returned = call_model(skeleton, part.inputs)
             losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
+            recording.buffers = buffers_of(skeleton)
         is_last = divided.stages.num_stages - 1 in divided.own
         recording.losses = losses if is_last else [each.detach() for each in losses]
         self.known.attributes[:] = sorted({*self.known.attributes, *recording.attributes})
@@ -221,9 +241,13 @@ class PipelineCheck:
     def _rehearse(self, samples: list[tuple[Microbatch, Recording]]) -> list[Problem]:
         """Rehearse this rank's stages."""
         for stage in self._divided.own:
+            buffers: Mapping[str, Tensor] = {}
             for part, recording in samples:
-                if problem := Rehearsal(self._divided, self.known, self.make_gates(stage), part, recording).run():
+                gates = self.make_gates(stage)
+                rehearsal = Rehearsal(self._divided, self.known, gates, part, recording, buffers)
+                if problem := rehearsal.run():
                     return [problem]
+                buffers = rehearsal.buffers
         return []
 
     def _elsewhere(self, stage: int) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class Recording:
     attributes  of modules, that the run has written
     checkpoints by module: the call of the checkpoint that it ran in
     kept        the attributes as the run has left them: where, and what
+    buffers     as the run has left them, by name
     """
 
     leaves: dict[Source, list[Any]] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Recording:
     attributes: set[Source] = field(default_factory=set)
     checkpoints: dict[str, FrameType | None] = field(default_factory=dict)
     kept: Replacements = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Recorder:

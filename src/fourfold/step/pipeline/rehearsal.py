@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.data.grad_checks import check_dense
 from fourfold.parts.torch_private import own_buffers, own_parameters, swapped_state
 from fourfold.step.batch import Microbatch
 from fourfold.step.model_call import call_model
@@ -22,7 +23,7 @@ from fourfold.step.pipeline.knowledge import Knowledge, is_of
 from fourfold.step.pipeline.recording import Recording
 from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.replaced import Replacements, replaced
-from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandInUsed, sources_of
+from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
 from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches, written_attributes
 from fourfold.step.proof.checks import summarize_error
@@ -56,11 +57,11 @@ class DividedModel(NamedTuple):
         return any(self.stages.stage_of(name) in self.own for name in names)
 
     @contextlib.contextmanager
-    def computing(self, model: nn.Module) -> Iterator[None]:
-        """Within, one of the two models computes with the skeleton's weights and copies of its buffers."""
+    def computing(self, model: nn.Module, buffers: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Within, one of the two models computes with the skeleton's weights and copies of these buffers; None: its."""
         named = dict(self.skeleton.named_parameters(remove_duplicate=False))
         state = {name: named[name] for name, _ in model.named_parameters(remove_duplicate=False)}
-        buffers = dict(self.skeleton.named_buffers())
+        buffers = {**dict(self.skeleton.named_buffers()), **(buffers or {})}
         state |= {name: buffers[name].detach().clone() for name, _ in model.named_buffers()}
         copies: Replacements = []
         for alias in aliases_of(self.stages.ties):  # which are in no list of parameters
@@ -85,8 +86,16 @@ class DividedModel(NamedTuple):
         return replaced(shown)
 
 
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's buffers, by name."""
+    return {name: each.detach().clone() for name, each in model.named_buffers()}
+
+
 class Rehearsal:
-    """One stage on one part of a batch."""
+    """One stage on one part of a batch.
+
+    buffers  of the stage, as its forward begins; then as it has left them
+    """
 
     def __init__(
         self,
@@ -95,8 +104,10 @@ class Rehearsal:
         gates: Gates,
         part: Microbatch,
         recorded: Recording,
+        buffers: Mapping[str, Tensor],
     ) -> None:
-        """`gates`: of the stage, and of this rehearsal only."""
+        """`gates`: of the stage, and of this rehearsal only. `buffers`: those that a forward before has left."""
+        self.buffers = buffers
         self._divided, self._known, self._gates = divided, known, gates
         self._stage, self._part, self._recorded = gates.stage, part, recorded
         self._exit = gates.exit
@@ -129,23 +140,43 @@ class Rehearsal:
         return f"stage {self._stage} ({names[blocks.start]} to {names[blocks.stop - 1]})"
 
     def _compare(self) -> Problem | None:
-        with self._divided.computing(self._divided.model):  # in backward too: checkpoints compute again
+        with self._divided.computing(self._divided.model, self.buffers):  # in backward too: checkpoints compute again
             return self._difference()
 
     def _difference(self) -> Problem | None:
         received, origins = self._message()
         outputs, losses = self._forward(received)
+        left = buffers_of(self._divided.model)
+        wrong = self._wrong_buffers(left)
         wanted = self._recorded.outputs if self._exit is None else tensors_among(self._recorded.leaves[self._exit])
         if not _are_close(outputs, wanted):
-            return self._problem("other outputs")
+            return self._problem("other outputs", wrong)
         if self._exit is None and not _are_close(losses, self._recorded.losses):
-            return self._problem("another loss")
+            return self._problem("another loss", wrong)
+        if saved := [name for name in wrong if self._saves(name)]:
+            return self._problem("another buffer", saved)
         if torch.is_grad_enabled() and not self._has_same_gradients(outputs, losses, received, origins):
             return self._problem("other gradients")
+        self.buffers = left
         return None
 
-    def _problem(self, what: str) -> Problem:
+    def _wrong_buffers(self, left: Mapping[str, Tensor]) -> list[str]:
+        """The buffers that the whole model has left with other values."""
+        wanted = self._recorded.buffers
+        known = [name for name, each in left.items() if name in wanted and not isinstance(each, StandIn)]
+        return [name for name in known if not _is_close(left[name], wanted[name])]
+
+    def _saves(self, buffer: str) -> bool:
+        """Whether a buffer is of a module in front of the blocks or in them, and this stage has it."""
+        modules = (*self._divided.stages.chain.before, *self._divided.stages.chain.blocks)
+        is_inside = any(buffer.startswith(f"{module}.") for module in modules)
+        return is_inside and self._divided.stages.stage_of(buffer) == self._stage
+
+    def _problem(self, what: str, buffers: Sequence[str] = ()) -> Problem:
         got = f"{what} of {self._where} by itself than in the whole model"
+        if buffers:
+            got, need = f"{got}: {buffers[0]}, which other stages write", "buffers that no later stage writes"
+            return Problem(got, need, "a buffer of one block, or written in front of the blocks; or pp = 1")
         attempt = "no weights that two stages use, but for an embedding tied to a head; nothing that forwards leave "
         return Problem(got, NEED, f"{attempt}outside of modules; or pp = 1")
 
@@ -214,7 +245,8 @@ class Rehearsal:
         divided, recorded = self._divided, self._recorded
         named = divided.skeleton.named_parameters()
         around = [name for name in divided.stages.chain.own if divided.stages.stage_of(name) != self._stage]
-        own = [p for name, p in named if p.requires_grad and divided.is_own(name) and name not in around]
+        own_names = {p: name for name, p in named if p.requires_grad and divided.is_own(name) and name not in around}
+        own = list(own_names)
         leaves = [each for values in recorded.leaves.values() for each in tensors_among(values)]
         if self._exit is None:
             roots, expected = _total(losses), _total(recorded.losses)
@@ -224,6 +256,8 @@ class Rehearsal:
             roots, expected = list(zip(outputs, upstream, strict=True)), list(zip(raw, upstream, strict=True))
         with _new_gradients([*received, *own]), self._gates.in_backward():
             _backward(roots)
+            for p, name in own_names.items():
+                check_dense(p.grad, name)
             got = [each.grad for each in (*received, *own)]
         with _new_gradients([*leaves, *own]), divided.computing(divided.skeleton), replaced(recorded.kept):
             self._backward_recorded(expected)
