@@ -101,6 +101,23 @@ class Between(Net):
         return x
 
 
+class Appending(Block):
+    def forward(self, x: Tensor, kept: Any = None) -> Tensor:
+        x = super().forward(x)
+        kept.append(x)
+        return x
+
+
+class WritesArguments(Net):
+    block = Appending
+
+    def through(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return x + kept[0]
+
+
 class NeededList(Net):
     """A list in front of the blocks that also has weights of its own; every stage needs what it returns."""
 
@@ -157,6 +174,7 @@ def test_what_stages_share_or_need_again_trains_as_on_one_device(kind, pp):
     (SharedCounter, {"pp": 2}, r"blocks\.0\.shared\.calls, which other stages write"),
     (Between, {"pp": 2}, r"average\.calls, which other stages write"),
     (WrittenBehind, {"pp": 2}, r"number, which other stages write"),
+    (WritesArguments, {"pp": 2}, r"blocks\.\d writes into one of its arguments"),
     (SharedNorm, {"pp": 2}, r"one weight, blocks\.0\.shared\.weight and .*, on several stages"),
     (Sparse, {"pp": 2}, r"emb\.weight has a sparse gradient"),
     (NetOfScaled, {"pp": 2, "tp": 2}, r"blocks\.0 \(Scaled\) fails where the model is cut"),

@@ -177,6 +177,11 @@ class Rehearsal:
         if buffers:
             got, need = f"{got}: {buffers[0]}, which other stages write", "buffers that no later stage writes"
             return Problem(got, need, "a buffer of one block, or written in front of the blocks; or pp = 1")
+        if self._known.writers:
+            writer = min(self._known.writers)
+            return Problem(
+                f"{got}: {writer} writes into one of its arguments", NEED, "values that it returns; or pp = 1"
+            )
         attempt = "no weights that two stages use, but for an embedding tied to a head; nothing that forwards leave "
         return Problem(got, NEED, f"{attempt}outside of modules; or pp = 1")
 
