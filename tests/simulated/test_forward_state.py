@@ -34,11 +34,15 @@ class Writing(nn.Module):
         self.register_buffer("made", None)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.codes = nn.Parameter(torch.ones(8), requires_grad=False)
+        # Averages of a weight, which begin as its copies: the first forward writes what is there.
+        self.average = nn.Parameter(self.second.bias.detach().clone(), requires_grad=False)
+        self.register_buffer("target", self.second.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self._write(x)
-        return self.second(torch.tanh(self.first(x)) + self.state.to(x) + self.codes.to(x))
+        outputs = self.second(torch.tanh(self.first(x)) + self.state.to(x) + self.codes.to(x))
+        return outputs + self.average + self.target
 
     @torch.no_grad()
     def _write(self, x: Tensor) -> None:
@@ -53,6 +57,10 @@ class Writing(nn.Module):
             self.state.fill_(float(self.calls))
         elif self.kind == "frozen":
             self.codes.data.lerp_(x.mean(0).to(self.codes), 0.1)
+        elif self.kind == "average of a weight":
+            self.average.data.copy_(0.9 * self.average.data + 0.1 * self.second.bias)  # but for rounding
+        elif self.kind == "target":
+            self.target.lerp_(self.second.bias, 0.1)
         elif self.kind == "made once" and self.made is None:
             self.made = torch.ones(8, dtype=x.dtype, device=x.device)
 
@@ -92,7 +100,7 @@ def test_state_that_differs_only_between_ranks_is_refused(kind):
 
 
 @pytest.mark.parametrize("plan", [Plan(microbatches=2), Plan(dp=2, microbatches=3)])
-@pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "calls"])
+@pytest.mark.parametrize("kind", ["spectral norm", "old spectral norm", "calls", "average of a weight", "target"])
 def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
     def body(comm):
         with pytest.raises(TaskError, match=r"each forward changes .*, and microbatches = ."):
@@ -103,7 +111,10 @@ def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
 
 # In batches of 2 and 1, some ranks have no samples; in the next batch they have some again.
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
-@pytest.mark.parametrize("kind", ["none", "spectral norm", "old spectral norm", "calls", "made once"])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "spectral norm", "old spectral norm", "calls", "made once", "average of a weight", "target"],
+)
 def test_state_that_does_not_depend_on_samples_is_trained_as_in_one_process(kind, plan):
     given = batches(9, 7, 2, 9, 1, 9)
     got = threads.run(plan.dp, lambda comm: train(comm, kind, plan, given))

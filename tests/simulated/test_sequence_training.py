@@ -136,6 +136,15 @@ def test_a_loss_that_shifts_its_targets_is_refused():
         threads.run(2, body)
 
 
+def test_a_small_term_over_neighbouring_tokens_is_refused():
+    def smooth(logits: Tensor, targets: Tensor) -> Tensor:
+        steps = (logits[:, 1:] - logits[:, :-1]).square().mean(-1)
+        return values(logits, targets) + 1e-6 * F.pad(steps, (0, 1))
+
+    with pytest.raises(TaskError, match=r"a loss of .* for all tokens, but .* for the ranks' tokens"):
+        threads.run(2, lambda comm: build(comm, LM.plan(1), smooth)(batches(LM)[0]))
+
+
 def test_a_loss_whose_gradient_alone_depends_on_other_tokens_is_refused():
     def weighted(logits: Tensor, targets: Tensor) -> Tensor:
         each = values(logits, targets)

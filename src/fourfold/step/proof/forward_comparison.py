@@ -30,6 +30,7 @@ from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.proof.forward_state import (
     StateChanges,
     differing_across_forwards,
+    moved_state,
     preserve_state,
     summarize_changes,
 )
@@ -60,6 +61,8 @@ class DryRunForward(NamedTuple):
     """What it wrote into buffers and parameters of the loss's modules."""
     has_writes: bool
     """Whether it wrote any state or parameter, even the value that was there already."""
+    rewritten: Sequence[str]
+    """What it wrote with the values that were there: see `forward_state`."""
     has_randomness: bool
     min_itemsize: int
     num_elements: int
@@ -112,7 +115,8 @@ class ForwardComparison:
             raw_loss = None if full.result is None else full.result.raw_loss
             # A pair (sum, count) is not compared: it says that the loss of a part is what the user wants.
             is_loss_compared = isinstance(raw_loss, Tensor) and (training or raw_loss.numel() == 1)
-            has_writes = full.has_writes
+            is_rewritten, problems = self._rewrite_problems(batch, full.rewritten) if full.rewritten else (False, [])
+            has_writes = full.has_writes or is_rewritten
             form = {} if full.result is None else {"has_scalar": isinstance(raw_loss, Tensor) and raw_loss.dim() == 0}
             if not is_loss_compared and not has_writes:
                 return form
@@ -122,14 +126,15 @@ class ForwardComparison:
                 if isinstance(raw_loss, Tensor) and raw_loss.numel() > 1 and not has_writes:
                     return form  # The model takes this many samples only, and every part of a batch has as many.
                 raise
-            problems = self._state_problems(batch, [*parts, full]) if full.state_changes else []
+            if full.state_changes:
+                problems = self._state_problems(batch, [*parts, full]) or problems
             if full.loss_state_changes:
                 problems += self._loss_state_problems(batch, [*parts, full])
         if self._is_scalar(full) and self._objective.is_compiled:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
-        report = {"problems": problems, **self._summarize(full), **form}
+        report = {"problems": problems, **self._summarize(full._replace(has_writes=has_writes)), **form}
         return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
 
     def extend_compared(self, batch: Any, few: Any) -> None:
@@ -202,6 +207,7 @@ class ForwardComparison:
                 changes,
                 loss_changes,
                 has_writes or bool(loss_changes),
+                state.rewritten() if self._compares_state else (),
                 mode.has_randomness,
                 mode.min_itemsize,
                 mode.num_elements,
@@ -273,6 +279,16 @@ class ForwardComparison:
         after_two = self._forward(batch, num_forwards=2).state_changes
         names = differing_across_forwards([forwards[-1].state_changes, after_two])
         return forward_count_problems(names, self._split.num_microbatches, trained)
+
+    def _rewrite_problems(self, batch: Any, names: Sequence[str]) -> tuple[bool, list[Problem]]:
+        """Whether a forward changes this state where it begins with other values, and what is wrong with that."""
+        # Not the errors of a model that cannot begin with other values.
+        with contextlib.suppress(Exception), moved_state(self._model, names):
+            full = self._forward(batch)
+            if full.state_changes:
+                full, parts = self._forward_parts(batch, full)
+                return True, self._state_problems(batch, [*parts, full])
+        return False, []
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""

@@ -1,6 +1,9 @@
 """Forward state: what a model writes into its buffers and parameters while it runs forward.
 
-changes  the state that has other values after a forward than before, by name
+changes    the state that has other values after a forward than before, by name
+rewritten  the untrained state that a forward has written with the values that were there, but for rounding: a moving
+           average that is where it goes, such as a target that is still a copy of the weights. A forward shows more of
+           it if it begins with other values
 Law: a model is refused if the state after a forward depends on the samples or on the number of forwards, unless the
 plan says `batch_norm = "local"` and the state is not trained.
 
@@ -13,9 +16,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.fingerprint import fingerprints
-from fourfold.parts.torch_private import own_buffers
+from fourfold.parts.torch_private import own_buffers, version_of
+from fourfold.step.proof.random_weights import near_values
 from fourfold.step.proof.weight_write_tracker import WeightWriteTracker, is_identical
+from fourfold.step.tolerance import is_close
 
 StateChanges = Mapping[str, Tensor]
 StateSummary = Mapping[str, Sequence[str]]
@@ -31,6 +37,7 @@ class StateSnapshot:
         modules = [module for module in model.modules() if isinstance(own_buffers(module), dict)]
         self._buffers = [(module, dict(own_buffers(module))) for module in modules]
         self._values = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        self._versions = {name: version_of(buffer) for name, buffer in model.named_buffers()}
         self.write_tracker = WeightWriteTracker(model, not_restored=not_restored, counts_renorms=counts_renorms)
 
     def changes(self) -> StateChanges:
@@ -40,6 +47,15 @@ class StateSnapshot:
             n: b.clone() for n, b in now.items() if n not in self._values or not is_identical(b, self._values[n][1])
         }
         return {**changed, **self.write_tracker.changes()}
+
+    def rewritten(self) -> list[str]:
+        """The buffers of numbers, and the frozen parameters, that were written and have the values of before."""
+        pairs = [
+            (name, buffer, *self._values[name]) for name, buffer in self._model.named_buffers() if name in self._values
+        ]
+        buffers = [(n, b, value) for n, b, old, value in pairs if b is not old or version_of(b) != self._versions[n]]
+        written = [*buffers, *self.write_tracker.frozen_writes()]
+        return [n for n, now, before in written if now.shape == before.shape and _is_near(now, before)]
 
     def restore(self) -> None:
         """Restore all buffers, and the parameters that were copied."""
@@ -65,6 +81,28 @@ def preserve_state(
     finally:
         with torch.no_grad():
             state.restore()
+
+
+def _is_near(now: Tensor, before: Tensor) -> bool:
+    if not now.is_floating_point():
+        return False
+    return is_close(before, now, 16 * torch.finfo(now.dtype).eps)
+
+
+@contextlib.contextmanager
+def moved_state(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Within, these buffers and frozen parameters have other values, near their own."""
+    with torch.no_grad(), untracked_access():
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        before = [(tensors[name].data, tensors[name].data.clone()) for name in names]
+        for name, (data, _) in zip(names, before, strict=True):
+            data.copy_(near_values(name, data))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for data, values in before:
+                data.copy_(values)
 
 
 def differing_across_forwards(forwards: Sequence[StateChanges]) -> list[str]:

@@ -34,7 +34,7 @@ def make_state(model: nn.Module, config: CheckConfig) -> dict[str, Tensor]:
             if filled is not None:
                 state[name] = filled
             continue
-        drawn = _perturbed_weight(p, generator) if config.weights == "near" else _random_weight(p, generator)
+        drawn = near_values(name, p) if config.weights == "near" else _random_weight(p, generator)
         drawn = cast_real(drawn, config.dtype) if config.dtype is not None else drawn.to(p.dtype)
         state[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return state
@@ -54,10 +54,15 @@ def copy_parameters(
             copies[name] = existing[id(p)]
             continue
         is_near = config.weights == "near" and p.requires_grad
-        drawn = _perturbed_weight(p, _generator_of(name)) if is_near else p.detach().clone()
+        drawn = near_values(name, p) if is_near else p.detach().clone()
         drawn = drawn.to(p.dtype) if config.dtype is None else cast_real(drawn, config.dtype)
         copies[name] = nn.Parameter(drawn, requires_grad=p.requires_grad)
     return copies
+
+
+def near_values(name: str, tensor: Tensor) -> Tensor:
+    """Numbers near those of a tensor, drawn for its name; float64 or complex128."""
+    return _perturbed_weight(tensor, _generator_of(name))
 
 
 def _generator_of(name: str) -> torch.Generator:

@@ -97,6 +97,12 @@ class WeightWriteTracker(TorchFunctionMode):
         halves = [[number >> 32, number & 0xFFFFFFFF] for number in numbers]
         return {name: torch.tensor(half) for name, half in zip(changed, halves, strict=True)}
 
+    def frozen_writes(self) -> list[tuple[str, Tensor, Tensor]]:
+        """The frozen parameters that were written: names, elements now and before."""
+        with untracked_access():
+            frozen = [name for name in self.written & self._saved.keys() if not self._parameters[name].requires_grad]
+            return [(name, self._parameters[name].data, self._saved[name].value) for name in sorted(frozen)]
+
     def replaced_storage(self) -> list[str]:
         """The names of the parameters that have another storage than before."""
         with untracked_access():

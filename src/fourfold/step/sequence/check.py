@@ -26,7 +26,7 @@ from fourfold.step.sequence.losses import (
     gradient_problem,
     loss_sum_problem,
     non_mean_problem,
-    observe_loss,
+    observe_losses,
 )
 from fourfold.step.sequence.token_shards import inputs_and_targets, sequence_length, shard_tokens, token_shards
 from fourfold.step.sequence.transformers import packed_problems
@@ -156,12 +156,8 @@ class SequenceCheck:
             return DryRunResult([Problem(got, "a model that takes any number of tokens")]), [], None
         if result.problems:
             return result, [], None
-        num_samples = len(next(tree_leaves(targets)))
         with torch.no_grad(), _loss_explained():
-            full = observe_loss(self._loss, result.outputs, targets, num_samples)
-            # Computed from the same outputs, so that the two differ by the loss alone.
-            outputs = shard_tokens(result.outputs, shard)
-            local = observe_loss(self._loss, outputs, shard_tokens(targets, shard), num_samples)
+            full, local = observe_losses(self._loss, result.outputs, targets, shard)
             return result, [full, local], gradient_problem(full, local, shard)
 
     def _check_gradients(self, reports: Sequence[Report]) -> None:

@@ -6,6 +6,7 @@ ignored  targets that torch's losses leave out, as with `ignore_index`
 Law: the sums and counts of the ranks add up to those of all tokens, or the loss is refused.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from fourfold.parts.torch_private import (
 )
 from fourfold.step.batch import has_token_dim
 from fourfold.step.loss_sum import sum_loss
+from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.step.proof.float64_operands import WidenOperandsMode
+from fourfold.step.proof.random_weights import cast_real
 from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.tensor_tree import tree_leaves, tree_map
@@ -30,8 +34,8 @@ from fourfold.step.torch_losses import RESHAPING_NODES, ignore_index_of
 from fourfold.words.errors import Problem, TaskError
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
-# Both sides sum the same numbers, so they differ only by rounding.
-TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2
+# Both sides sum the same numbers, so they differ only by rounding. By the size in bytes of the least precise ones.
+TOLERANCE = {8: 1e-9, 4: 1e-5, 2: 1e-2, 1: 1e-2}
 # The autograd nodes that average elements.
 NLL_NODES = {"NllLossBackward0", "NllLoss2DBackward0"}
 REDUCED_LOSS_NODES = {
@@ -68,20 +72,37 @@ class ObservedLoss(NamedTuple):
     gradients: Sequence[Tensor]
 
 
+def observe_losses(
+    loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, shard: TokenShard
+) -> list[ObservedLoss]:
+    """The loss of all tokens and of a shard of them; in float64, where it runs there.
+
+    Both are computed from the same outputs, so that they differ by the loss alone.
+    """
+    for dtype in (torch.float64, None):
+        whole = tree_map((outputs, targets), lambda tensor, to=dtype: cast_real(tensor, to))
+        with contextlib.suppress(Exception) if dtype is not None else contextlib.nullcontext():
+            return [_observe_loss(loss, *each, dtype) for each in (whole, shard_tokens(whole, shard))]
+    raise AssertionError("the loss in its own dtype returns or raises")
+
+
 @torch.enable_grad()
-def observe_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, num_samples: int) -> ObservedLoss:
+def _observe_loss(
+    loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, dtype: torch.dtype | None
+) -> ObservedLoss:
     """Compute a loss, and observe how."""
-    ignored = []
+    ignored, num_samples = [], len(next(tree_leaves(targets)))
 
     def observe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (index := ignore_index_of(func, args, kwargs)) is not None:
             ignored.append(index)
 
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
-    with intercept_attention(AttentionCall.run_sdpa, observer=observe):
+    wide = contextlib.nullcontext() if dtype is None else Float64Mode(new_tensors=True)
+    with wide, WidenOperandsMode({}, dtype) as operands, intercept_attention(AttentionCall.run_sdpa, observer=observe):
         value = loss(outputs, targets)
-    half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tree_leaves(outputs))
-    tolerance = HALF_TOLERANCE if half else TOLERANCE
+    numbers = [t.dtype.itemsize for t in tree_leaves((outputs, value)) if t.is_floating_point()]
+    tolerance = TOLERANCE[min([*numbers, operands.min_itemsize])]
     if isinstance(value, Tensor) and value.dim() == 0:
         count, non_mean_op = _num_averaged(value), None
         if count is None:
