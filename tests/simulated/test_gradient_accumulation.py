@@ -107,3 +107,29 @@ def test_ranks_may_accumulate_differently_many_backwards():
     optimizer.step()
     theirs = [p.detach() for p in reference.parameters()]
     assert max(threads.run(2, body)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_given_other_memory_is_averaged_again_in_the_next_backward(set_to_none):
+    def train(rank: int, size: int, wrap: Any) -> list[Tensor]:
+        mine = model()
+        optimizer = wrap(mine)
+        for index in range(3):
+            optimizer.zero_grad(set_to_none)
+            for each in range(rank, rank + size):
+                x, y = batches(each, 3)[index]
+                (F.mse_loss(mine(x), y) / size).backward()
+            for parameter in mine.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data.clamp(-0.1, 0.1)
+            optimizer.step()
+        return [p.detach() for p in mine.parameters()]
+
+    def sgd(mine: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(mine.parameters(), lr=0.1)
+
+    def body(comm: Any) -> list[Tensor]:
+        return train(comm.rank, 1, lambda mine: DistributedOptimizer(sgd(mine), mine, communicator=comm))
+
+    for got in threads.run(2, body):
+        torch.testing.assert_close(got, train(0, 2, sgd), rtol=TOLERANCE, atol=TOLERANCE)

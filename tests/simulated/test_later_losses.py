@@ -299,6 +299,35 @@ def test_a_loss_may_differentiate_outputs_by_one_another(split):
     assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
 
 
+class Weighted(nn.Module):
+    """Returns, besides its outputs, weights of the terms of the loss: as many as a microbatch has samples, or 4."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.net, self.weights = net(), nn.Parameter(torch.zeros(count, dtype=WIDE))
+
+    def forward(self, x):
+        return self.net(x), self.weights
+
+
+def weighted(outputs, targets):
+    (outputs, weights), terms = outputs, range(len(outputs[1]))
+    return sum(weights[k].exp() * F.mse_loss(outputs[..., k], targets.cos()) for k in terms) + weights[0]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_outputs_that_are_not_of_samples_may_be_as_many_as_samples(count):
+    def train(comm, dp, **options):
+        step = TrainStep(Weighted(count), weighted, sgd, plan=Plan(dp=dp, **options), communicator=comm, clip=None)
+        metrics = [step(part(batch, dp, step.dp_index)).loss for batch in given]
+        return oracle.snapshot(step, metrics, [])
+
+    given = [(inputs[:8], targets[:8]) for inputs, targets in batches()]
+    (expected,) = threads.run(1, lambda comm: train(comm, 1))
+    got = threads.run(2, lambda comm: train(comm, 2, microbatches=2))
+    assert max(oracle.deviation(each, expected) for each in got) <= TOLERANCE
+
+
 BY_SAMPLES = {
     "the largest two": lambda o, y: ce(o[:, 0], y[:, 0].clamp(min=0), reduction="none").topk(2)[0].mean(),
     "balanced in the batch": lambda o, y: (

@@ -239,6 +239,18 @@ def test_a_block_that_writes_a_buffer_is_refused_by_name() -> None:
         train_body("full", Counter)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_block_that_changes_its_input_in_place_is_refused_by_name(recompute: str) -> None:
+    def body(comm: Any) -> None:
+        model = Body(lambda: nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(16, 16))).double()
+        case, plan = Case(batch_sizes=(4,)), Plan(recompute=recompute)
+        step = TrainStep(model, cases.loss(case), cases.optimizer(case), plan=plan, communicator=comm)
+        with pytest.raises(TaskError, match=r"blocks\.0, whose forward changes its input in place"):
+            step(cases.batches(case)[0])
+
+    threads.run(1, body)
+
+
 def test_a_model_without_blocks_is_refused_with_the_reason() -> None:
     for recompute in ("selective", "full"):
         with pytest.raises(PlanError, match="a model without a list of blocks"):

@@ -19,7 +19,7 @@ from fourfold.environment.world import World
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.user_optimizer import OptimizerSource
-from fourfold.parts.torch_private import DropoutBase
+from fourfold.parts.torch_private import DropoutBase, post_accumulate_hooks, tensor_hooks
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import num_samples, unpack_batch
 from fourfold.step.batch_statistics import own_statistics
@@ -178,7 +178,9 @@ class OneRank:
 
 def _set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for own, given in zip(optimizer.param_groups, groups, strict=True):
-        own.update({k: v for k, v in given.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)})
+        # A mesh computes with numbers, and torch in the dtype of an option that is a tensor.
+        options = {k: tree_map(v, to_float64) for k, v in given.items() if k != "params"}
+        own.update({k: v for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
 
 
 def run_step(step: Callable[[Any], Any], batch: Any) -> float:
@@ -238,10 +240,20 @@ def optimizer_tensors(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tens
 
 def copied(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, Optimizer]:
     """A copy of a model, and the optimizer of its parameters."""
-    if isinstance(optimizer, Optimizer):
-        return copy.deepcopy((model, optimizer))
-    model = copy.deepcopy(model)
-    return model, optimizer(list(model.parameters()))
+    model, optimizer = copy_with_hooks(model, optimizer)
+    return model, optimizer if isinstance(optimizer, Optimizer) else optimizer(list(model.parameters()))
+
+
+def copy_with_hooks(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, OptimizerSource]:
+    """A copy of a model with the hooks of its parameters, which torch omits, and of an optimizer that has these."""
+    is_given = isinstance(optimizer, Optimizer)
+    copies = copy.deepcopy((model, optimizer)) if is_given else (copy.deepcopy(model), optimizer)
+    for own, new in zip(model.parameters(), copies[0].parameters(), strict=True):
+        for hook in tensor_hooks(own) if new.requires_grad else ():
+            new.register_hook(hook)
+        for hook in (post_accumulate_hooks(own) or {}).values():
+            new.register_post_accumulate_grad_hook(hook)
+    return copies
 
 
 def to_float64_model(model: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ Law: a plan whose training must equal one device's is compared number by number;
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ import torch
 
 from fourfold.analysis.comparison import GRADIENT, WEIGHT, Comparison, VerifyResult
 from fourfold.analysis.descent import compare_descent
-from fourfold.analysis.one_device import disable_dropout, to_float64_model
+from fourfold.analysis.one_device import copy_with_hooks, disable_dropout, to_float64_model
 from fourfold.analysis.trial import Batches, Lockstep, Training, rounding_bound, run_on_mesh, title
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
@@ -66,8 +65,7 @@ def check_verifiable(plan: Plan) -> None:
 
 def compare(training: Training, batches: Batches, *, name: str) -> VerifyResult | None:
     """Train on the mesh and on one device; rank 0 gets the comparison. Collective."""
-    # Together: an optimizer that is given has the model's parameters.
-    model, optimizer = copy.deepcopy((training.model, training.optimizer))
+    model, optimizer = copy_with_hooks(training.model, training.optimizer)
     training = dataclasses.replace(training, model=model, optimizer=optimizer)
     result = VerifyResult(name, num_dropouts=disable_dropout(training.model))
     if not training.has_precision:

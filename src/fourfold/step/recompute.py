@@ -25,6 +25,7 @@ from fourfold.step.pipeline.chain import find_chain
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import PlanError, Problem, TaskError
 
+RECOMPUTE_NONE = 'recompute = "none"'
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -170,8 +171,13 @@ class _Forwards:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_ended:
             before = {name: (each, version_of(each)) for name, each in self._module.named_buffers()}
+            inputs = [(each, version_of(each)) for each in tree_leaves((args, kwargs))]
             output = self._forward(*args, **kwargs)
             self._check_written(before)
+            if any(version_of(each) != version for each, version in inputs):
+                got = f"{self._name}, whose forward changes its input in place"
+                attempt = f"inplace=False, x = x + … in place of x += …; or {RECOMPUTE_NONE}"
+                raise TaskError(Problem(got, "blocks that compute the same a second time", attempt), where="recompute")
             self._has_ended = True
             return output
         copies = {name: self._module.get_buffer(name).clone() for name in self._statistics()}
@@ -191,7 +197,7 @@ class _Forwards:
             if name not in statistics and (now.get(name) is not buffer or version_of(buffer) != version):
                 got = f"{self._name}, whose forward writes the buffer {name}"
                 need = "blocks that compute the same a second time: only batch normalizations may write theirs"
-                raise TaskError(Problem(got, need, 'recompute = "none"'), where="recompute")
+                raise TaskError(Problem(got, need, RECOMPUTE_NONE), where="recompute")
 
 
 class _InputParts:

@@ -27,11 +27,8 @@ class GradSlots:
         self.parameters = [parameters[name] for name in self.names]
         self._paddings = [buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
         self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
-        self.views = [
-            shaped(buffers[bucket.index][slot.start : slot.stop], parameters[slot.name])
-            for bucket in buckets
-            for slot in bucket.slots
-        ]
+        self._flats = [buffers[bucket.index][slot.start : slot.stop] for bucket in buckets for slot in bucket.slots]
+        self.views = [shaped(flat, parameter) for flat, parameter in zip(self._flats, self.parameters, strict=True)]
         # Counted with the same expression as in `copy_referenced_views`, which adds references of its own.
         self._num_view_refs = [sys.getrefcount(self.views[index]) for index in range(len(self.views))]
         self.written = [False] * len(self.names)
@@ -69,9 +66,13 @@ class GradSlots:
     def copy_referenced_views(self) -> None:
         """Before slots are written: if the user still holds a view that was in `.grad`, turn it into a copy.
 
-        torch's own gradients behave like that: where `.grad` was None they are new tensors.
+        torch's own gradients behave like that: where `.grad` was None they are new tensors. A view that the user has
+        given other memory (`p.grad.data = …`, `model.float()`) is one already.
         """
         for index in range(len(self.views)):
+            if self.views[index].data_ptr() != self._flats[index].data_ptr():
+                self.views[index] = shaped(self._flats[index], self.parameters[index])
+                continue
             if sys.getrefcount(self.views[index]) == self._num_view_refs[index]:
                 continue
             view = self.views[index]

@@ -246,23 +246,37 @@ class ForwardComparison:
             self.compared_batch = ComparedBatch(batch, -(-full.num_elements // full.num_samples))
         if not comparison.is_comparable or comparison.problem is not None or not self._is_scalar(full):
             return comparison
-        return comparison if comparison.is_torch_mean else self._probe_loss(full, full_result, comparison)
+        if comparison.is_torch_mean:
+            return comparison
+        return self._probe_loss(full, full_result, comparison, _of_samples(full, parts))
 
-    def _probe_loss(self, full: DryRunForward, result: ForwardResult, comparison: LossComparison) -> LossComparison:
+    def _probe_loss(
+        self, full: DryRunForward, result: ForwardResult, comparison: LossComparison, of_samples: Sequence[bool]
+    ) -> LossComparison:
         """The comparison of a hand-made scalar loss, or of a probe in which it is no mean."""
+
+        def hidden(outputs: Any) -> Any:  # outputs without samples get a dim of 1, which no probe changes or cuts
+            flags = iter(of_samples)
+            return tree_map(outputs, lambda tensor: tensor if next(flags) else tensor[None])
+
+        def compute(outputs: Any, targets: Any, samples: int) -> ForwardResult:
+            flags = iter(of_samples)
+            shown = tree_map(outputs, lambda tensor: tensor if next(flags) else tensor[0])
+            given = self._objective.loss_of_outputs(shown, Microbatch(None, targets, samples, 0))
+            return given._replace(outputs=hidden(given.outputs))
+
         part, means = full.part, [call.name for call in result.calls]
         modules = self._objective.loss_modules(self._model)
         with self._objective.trying(), preserve_module(modules), preserve_state(modules):
             if not self._objective.is_model_loss:
-                probed = probe_loss(self._compute_loss, result, part.targets, part.num_samples)
+                probed = probe_loss(
+                    compute, result._replace(outputs=hidden(result.outputs)), part.targets, part.num_samples
+                )
             elif not comparison.has_randomness:
                 probed = probe_model_loss(self._compute_model_loss, part.inputs, part.num_samples, means=means)
             else:
                 return comparison
         return probed.fault or comparison._replace(is_mixed=comparison.is_mixed or probed.is_mixed)
-
-    def _compute_loss(self, outputs: Any, targets: Any, samples: int) -> ForwardResult:
-        return self._objective.loss_of_outputs(outputs, Microbatch(None, targets, samples, 0))
 
     def _compute_model_loss(self, _: Any, inputs: Any, samples: int) -> ForwardResult:
         result = self._forward(inputs).result
@@ -295,6 +309,19 @@ class ForwardComparison:
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
         names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
         return [loss_state_problem(names, self._split.num_parts)] if names else []
+
+
+def _of_samples(full: DryRunForward, parts: Sequence[DryRunForward]) -> list[bool]:
+    """For each output, whether it has a row for each sample: others are as long for fewer samples."""
+    columns = [list(tree_leaves(each.result.outputs)) for each in (full, *parts) if each.result is not None]
+    sizes = [num_samples((each.part.inputs, each.part.targets)) for each in (full, *parts)]
+    if len({len(column) for column in columns}) > 1:  # a list with a tensor for each sample
+        return [True] * len(columns[0])
+    others = [column for column, size in zip(columns, sizes, strict=True) if size != sizes[0]]
+    return [
+        not leaf.dim() or not any(column[index].shape == leaf.shape for column in others)
+        for index, leaf in enumerate(columns[0])
+    ]
 
 
 def first_sample(batch: Any, device: torch.device) -> Microbatch:

@@ -82,7 +82,7 @@ def observe_losses(
     for dtype in (torch.float64, None):
         whole = tree_map((outputs, targets), lambda tensor, to=dtype: cast_real(tensor, to))
         with contextlib.suppress(Exception) if dtype is not None else contextlib.nullcontext():
-            return [_observe_loss(loss, *each, dtype) for each in (whole, shard_tokens(whole, shard))]
+            return [_observe_loss(loss, o, t, dtype) for o, t in (whole, shard_tokens(whole, shard))]
     raise AssertionError("the loss in its own dtype returns or raises")
 
 
