@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
 from fourfold.analysis.comparison import EXACT_BOUND, TOLERANCE, Comparison, VerifyResult
-from fourfold.analysis.one_device import mesh_state
+from fourfold.analysis.one_device import copy_with_hooks, mesh_state
 from fourfold.analysis.verify import check_verifiable, verify
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
@@ -343,6 +343,38 @@ def test_verify_leaves_model_optimizer_and_random_state_as_they_are():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not optimizer.state
     assert model.module.p == 0.5
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_copy_of_a_model_has_the_hooks_of_its_parameters(register):
+    model, seen = Net("plain"), set()
+    for parameter in model.parameters():
+        getattr(parameter, register)(lambda tensor: seen.add(tensor.shape))
+    copy_with_hooks(model, torch.optim.SGD)[0](torch.ones(1, 8)).sum().backward()
+    assert seen == {p.shape for p in model.parameters()}
+
+
+def test_a_hook_of_each_rank_that_clamps_what_it_has_accumulated_is_no_correct_training():
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    def model() -> nn.Module:
+        made = Net("plain")
+        for parameter in made.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp)
+        return made
+
+    verdict = verify(task(model=model), Plan(microbatches=2))
+    assert verdict is not None
+    assert not verdict.ok
+
+
+def test_an_option_that_is_a_tensor_in_float32_is_a_number():
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False)  # noqa: E731
+    verdict = verify(dataclasses.replace(task(steps=8), optimizer=adam), Plan(microbatches=2))
+    assert verdict is not None
+    assert verdict.ok
 
 
 def test_a_plan_with_two_roundings_is_refused():
