@@ -370,11 +370,12 @@ def test_a_hook_of_each_rank_that_clamps_what_it_has_accumulated_is_no_correct_t
     assert not verdict.ok
 
 
-def test_an_option_that_is_a_tensor_in_float32_is_a_number():
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False)  # noqa: E731
-    verdict = verify(dataclasses.replace(task(steps=8), optimizer=adam), Plan(microbatches=2))
-    assert verdict is not None
-    assert verdict.ok
+@pytest.mark.parametrize("options", [{}, {"foreach": False}])
+def test_an_option_that_is_a_tensor_in_float32_is_compared_in_float64(options):
+    adam = functools.partial(torch.optim.Adam, lr=torch.tensor(0.1), **options)
+    for plan in (Plan(), Plan(dp=2)):
+        verdict = ff.verify(Net("plain"), unreduced, adam, global_batches() * 4, plan, steps=8)
+        assert verdict.ok
 
 
 def test_a_plan_with_two_roundings_is_refused():

@@ -178,9 +178,7 @@ class OneRank:
 
 def _set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for own, given in zip(optimizer.param_groups, groups, strict=True):
-        # A mesh computes with numbers, and torch in the dtype of an option that is a tensor.
-        options = {k: tree_map(v, to_float64) for k, v in given.items() if k != "params"}
-        own.update({k: v for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
+        own.update({k: v for k, v in given.items() if k not in ("params", *IMPLEMENTATION_OPTIONS)})
 
 
 def run_step(step: Callable[[Any], Any], batch: Any) -> float:

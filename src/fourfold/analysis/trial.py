@@ -72,7 +72,11 @@ class Training:
     def on_mesh(self) -> TrainStep:
         model, optimizer = copied(self.model, self.optimizer)
         with self.mode:
-            return parallelize(model, self.loss, optimizer, self.plan, **self.step_options)
+            step = parallelize(model, self.loss, optimizer, self.plan, **self.step_options)
+        # Torch computes in the dtype of an option that is a tensor, or in float64, as each implementation likes.
+        for group in () if self.has_precision else step.optimizer.param_groups:
+            group.update({k: tree_map(v, to_float64) for k, v in group.items() if k != "params"})
+        return step
 
     def on_one_device(self) -> OneDevice:
         return OneDevice(*self._copied(), clip=self.step_options.get("clip"))
