@@ -112,3 +112,39 @@ def test_gradients_that_cannot_be_used_are_refused_by_name(kind, error, message,
 
     with pytest.raises(error, match=message):
         threads.run(1, body)
+
+
+class Spare(nn.Module):
+    """A layer, and another one for even or odd numbers of samples."""
+
+    def __init__(self, parity):
+        super().__init__()
+        self.parity = parity
+        self.layer, self.spare = nn.Linear(16, 10).double(), nn.Linear(16, 10).double()
+
+    def forward(self, x):
+        return self.layer(x) + (self.spare(x) if len(x) % 2 == self.parity else 0)
+
+
+@pytest.mark.parametrize("update", ["after", "in_forward"])
+@pytest.mark.parametrize("parity", [0, 1])  # the first microbatch uses the spare layer, or the last one
+def test_a_hook_has_the_gradient_of_one_microbatch(update, parity):
+    torch.manual_seed(1)
+    sizes = (2, 3)
+    model, generator = Spare(parity), torch.Generator().manual_seed(2)
+    inputs = torch.randn(sum(sizes), 16, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 10, (sum(sizes),), generator=generator)
+    losses = functools.partial(torch.nn.functional.cross_entropy, reduction="none")
+    for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+        losses(model(x), y).sum().backward()
+    expected = [p.detach() - 0.5 * (0 if p.grad is None else p.grad) / sum(sizes) for p in model.parameters()]
+    model.zero_grad()
+    plan = Plan(microbatches=2, update=update, unused="allow", bucket_bytes=1)
+    sgd = functools.partial(torch.optim.SGD, lr=1.0)
+    make = functools.partial(TrainStep, model, losses, sgd, plan=plan, clip=None)
+    step = threads.run(1, lambda comm: make(communicator=comm))[0]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 0.5 * p.grad))
+    step((inputs, targets))
+    step.flush()
+    assert all(map(torch.allclose, model.parameters(), expected))

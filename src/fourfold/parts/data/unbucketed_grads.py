@@ -1,6 +1,8 @@
 """Unbucketed gradients: those of a rank that trains its weights alone stay where autograd leaves them.
 
 complete  a bucket whose parameters all have their gradient of the step; it may be updated while backward continues
+earlier   the sum of a step's microbatches so far, of a parameter with hooks of the user: they see one microbatch's
+          gradient, which they may scale or clamp
 Law: a step computes what it would compute with `GradBuckets`, but copies nothing and has no slots.
 """
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
+from fourfold.parts.data.grad_hooks import has_user_hooks
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
@@ -32,6 +35,7 @@ class UnbucketedGrads:
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
         self._all_parameters = list(itertools.chain.from_iterable(self._parameters))
         self._detached_grads: list[list[Tensor | None]] = [[] for _ in buckets]
+        self._earlier: dict[int, Tensor] = {}
         self.countdown = Countdown(buckets)
 
     def set_launch_order(self, order: Sequence[int]) -> None:
@@ -40,6 +44,7 @@ class UnbucketedGrads:
 
     def begin_step(self) -> None:
         """Begin a step."""
+        self._earlier = {}
         self.countdown.begin_step()
 
     def begin_round(self, buckets: Sequence[int], number: int) -> None:
@@ -48,12 +53,15 @@ class UnbucketedGrads:
 
     def store(self, param_index: int) -> bool:
         """Check a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
-        countdown, gradient = self.countdown, self._all_parameters[param_index].grad
-        if gradient is None:
+        countdown, parameter = self.countdown, self._all_parameters[param_index]
+        if parameter.grad is None:
             raise_grad_cleared(countdown.names[param_index])
-        check_dense(gradient, countdown.names[param_index])
+        check_dense(parameter.grad, countdown.names[param_index])
         countdown.reached[param_index] = True
+        self._add_earlier(param_index)
         if not countdown.is_last_backward:
+            if has_user_hooks(parameter):
+                self._earlier[param_index], parameter.grad = parameter.grad, None
             return False
         if countdown.counted[param_index]:
             raise_second_grad(countdown.names[param_index])
@@ -61,6 +69,12 @@ class UnbucketedGrads:
             return False
         self._meter.recorder.instant(countdown.bucket_of[param_index], READY_EVENT)
         return True
+
+    def _add_earlier(self, param_index: int) -> None:
+        """Add to a gradient what was set aside of it."""
+        earlier, parameter = self._earlier.pop(param_index, None), self._all_parameters[param_index]
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def launch_next(self, factor: float | None, *, may_wait: bool) -> int | None:
         """Count the next bucket in program order as launched if it is complete. Returns it, or None."""
@@ -76,6 +90,8 @@ class UnbucketedGrads:
 
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
+        for param_index in [index for index in self._earlier if self.countdown.bucket_of[index] in buckets]:
+            self._add_earlier(param_index)  # the last backward has not reached it
         if not self._allow_unused:
             check_all_reached(self.countdown, buckets, self._all_parameters)
 
