@@ -234,6 +234,28 @@ class Counter(nn.Module):
         return x * self.calls
 
 
+class Alternating(nn.Module):
+    """A block that counts its forwards, and computes by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.layer(x) * (1 + self.calls % 3)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_second_forward_has_the_numbers_of_the_first_one_and_leaves_those_that_are_there(recompute: str) -> None:
+    found, expected = (train_body(each, Alternating, Alternating) for each in (recompute, "none"))
+    assert [each.calls for each in found.model.modules() if isinstance(each, Alternating)] == [
+        each.calls for each in expected.model.modules() if isinstance(each, Alternating)
+    ]
+    for name, value in state_of(expected).items():
+        assert torch.equal(state_of(found)[name], value), name
+
+
 def test_a_block_that_writes_a_buffer_is_refused_by_name() -> None:
     with pytest.raises(TaskError, match=r"blocks\.0, whose forward writes the buffer 1\.calls"):
         train_body("full", Counter)

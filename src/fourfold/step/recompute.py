@@ -22,10 +22,12 @@ from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ran
 from fourfold.parts.tensor.split_region import origins
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.step.pipeline.chain import find_chain
+from fourfold.step.pipeline.values import is_of_torch
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 RECOMPUTE_NONE = 'recompute = "none"'
+NUMBERS = (bool, int, float)
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -161,12 +163,17 @@ class _Block:
 
 
 class _Forwards:
-    """The two forwards of one call of a block. In the second one the statistics of batch normalizations stay."""
+    """The two forwards of one call of a block.
+
+    The second one leaves the statistics of batch normalizations as they are, and attributes of modules that are
+    numbers, which for it are what they were before the first one.
+    """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._name, self._module, self._forward = name, module, forward
         self._has_ended = False
         """Whether the first forward has."""
+        self._numbers = [(vars(each), _numbers_of(vars(each))) for each in module.modules() if not is_of_torch(each)]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_ended:
@@ -181,8 +188,18 @@ class _Forwards:
             self._has_ended = True
             return output
         copies = {name: self._module.get_buffer(name).clone() for name in self._statistics()}
-        with swapped_state(self._module, copies) if copies else contextlib.nullcontext():
+        with swapped_state(self._module, copies) if copies else contextlib.nullcontext(), self._first_numbers():
             return self._forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _first_numbers(self) -> Iterator[None]:
+        """Within, attributes that are numbers are what they were before the first forward."""
+        now = [(attributes, _numbers_of(attributes)) for attributes, _ in self._numbers]
+        _set_numbers(self._numbers)
+        try:
+            yield
+        finally:
+            _set_numbers(now)
 
     def _statistics(self) -> list[str]:
         """The buffers that batch normalizations write."""
@@ -198,6 +215,18 @@ class _Forwards:
                 got = f"{self._name}, whose forward writes the buffer {name}"
                 need = "blocks that compute the same a second time: only batch normalizations may write theirs"
                 raise TaskError(Problem(got, need, RECOMPUTE_NONE), where="recompute")
+
+
+def _numbers_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in attributes.items() if type(value) in NUMBERS}
+
+
+def _set_numbers(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Give attributes the numbers that are to be among them."""
+    for attributes, numbers in changes:
+        for key in _numbers_of(attributes).keys() - numbers.keys():
+            del attributes[key]
+        attributes.update(numbers)
 
 
 class _InputParts:
