@@ -37,6 +37,7 @@ class Writing(nn.Module):
         # Averages of a weight, which begin as its copies: the first forward writes what is there.
         self.average = nn.Parameter(self.second.bias.detach().clone(), requires_grad=False)
         self.register_buffer("target", self.second.bias.detach().clone())
+        self.target: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
