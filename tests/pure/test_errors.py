@@ -73,6 +73,8 @@ def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():
 def test_words_whose_values_are_others_here_are_answered_by_values_that_can_be_given():
     assert place_of_setting("bf16", ["precision"]) == "precision=bf16 or precision=fp16"
     assert place_of_setting("deepspeed", ["seed", "zero"]) == "zero=1, zero=2 or zero=3"
+    assert place_of_setting("shuffle", ["schedule"]) == "a DataLoader(…, shuffle=…) as the task's data"
+    assert closest_match("checkpoint_dir", ["init", "name"]) == "name"
     assert closest_match("metric_for_best_model", ["best_mode", "best_metric"]) == "best_metric"
     given = [pair for place in PLACES.values() for pair in re.findall(r"(\w+)=(\w+)", place)]
     values: list[tuple[str, Any]] = [(key, int(text) if text.isdecimal() else text) for key, text in given]

@@ -176,6 +176,18 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(300, "uint8"), (-1, "uint64"), (2**40, "int32"), (1.5, "int64"), (float("nan"), "int64")],
+)
+def test_a_number_that_the_dtype_cannot_hold_is_a_damaged_sample(tmp_path: Path, value: float, dtype: str):
+    pq.write_table(pa.table({"x": [type(value)(3), value]}), tmp_path / "x.parquet")
+    source = ff.open_source(tmp_path / "x.parquet", dtype=dtype)
+    assert source[0]["x"].tolist() == 3
+    with pytest.raises(DamagedSample, match=f"numbers that {dtype} cannot hold"):
+        source[1]
+
+
 def test_tensors_of_arrow_have_their_shape(tmp_path: Path):
     storage = pa.array([list(range(6)), list(range(6, 12)), None, [None] * 6], pa.list_(pa.float32(), 6))
     for permutation, rows in ((None, [[6, 7, 8], [9, 10, 11]]), ([1, 0], [[6, 9], [7, 10], [8, 11]])):

@@ -70,6 +70,7 @@ def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
 
     The result is a mapping that JSON can write.
     """
+    from fourfold.launcher.failure_report import killed_by
     from fourfold.launcher.forked_process import fork
 
     reader, writer = os.pipe()
@@ -85,7 +86,7 @@ def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
     if code == -signal.SIGTERM:
         early_sigterm.exit_requeued()
     if code < 0:
-        print_stderr(f"fourfold: the process that checked the task was killed by {signal.Signals(-code).name}")
+        print_stderr(f"fourfold: the process that checked the task {killed_by(-code)}")
         return 1
     return code if line is None else json.loads(line)
 

@@ -217,9 +217,14 @@ def _identity(entry: FailureRecord) -> str:
 def _cause_of_exit_code(rank: int, code: int, name: str) -> Cause:
     if code >= 0:
         return Cause(f"{name} ended with exit code {code}", code, rank)
+    return Cause(f"{name} {killed_by(-code)}", 1, rank, signal=-code)
+
+
+def killed_by(number: int) -> str:
+    """What to say of a process that a signal ended."""
     try:
-        number = signal.Signals(-code).name
+        name = signal.Signals(number).name
     except ValueError:
-        number = f"signal {-code}"
-    hint = "; if no person did this, the machine has run out of memory" if -code == signal.SIGKILL else ""
-    return Cause(f"{name} was killed by {number}{hint}", 1, rank, signal=-code)
+        name = f"signal {number}"
+    hint = "; if no person did this, the machine has run out of memory" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -51,7 +51,8 @@ _WORDS_OF_OTHERS = {
     "seed": "random_seed manual_seed random_state",
     "best_metric": "metric_for_best_model monitor",
     "init": "pretrained weights load load_from init_from model_name_or_path checkpoint ckpt",
-    "name": "run_name run experiment exp_name experiment_name output_dir out_dir save_dir",
+    "name": "run_name run experiment exp_name experiment_name output_dir out_dir save_dir "
+    "checkpoint_dir ckpt_dir log_dir logdir",
     "callback": "callbacks logger loggers report_to",
     "ema": "ema_decay",
     "microbatches": "grad_accum gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accum_steps",
@@ -81,6 +82,7 @@ _PLACES_OF_OTHERS = {
     "adam_beta1 adam_beta2 adam_epsilon",
     "the model of the task": "dropout compile torch_compile",
     "a DataLoader(…, num_workers=N) as the task's data": "workers num_workers dataloader_num_workers",
+    "a DataLoader(…, shuffle=…) as the task's data": "shuffle sampler",
     "the same command, which resumes a run": "resume resume_from resume_from_checkpoint",
     "metrics.jsonl in the run's folder, which has every step": "log_every log_interval logging_steps",
     # Theirs are switches, or sizes of another thing, so that their values would be refused here.

@@ -235,7 +235,12 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
         return value
     if value.is_complex() and not dtype.is_complex:  # torch would drop the imaginary parts
         raise ValueError(f"complex numbers, for {str(dtype).removeprefix('torch.')}")
-    return value.to(dtype)
+    converted = value.to(dtype)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if is_whole and not np.array_equal(converted.numpy(), value.numpy()):  # torch would wrap, or cut
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"numbers that {name} cannot hold: too large, negative, NaN or not whole")
+    return converted
 
 
 def _decode_images(value: Any) -> Any:
