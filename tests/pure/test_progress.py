@@ -13,6 +13,7 @@ from fourfold.trainer.progress import (
     fit_to_width,
     format_cells,
     format_duration,
+    format_log_line,
     format_loss,
 )
 from fourfold.trainer.summary import RunResult, format_summary
@@ -161,3 +162,11 @@ def test_a_summary_says_that_nothing_was_left_to_train_and_gives_no_rate_for_it(
     text = format_summary(result, "samples", steps=steps)
     assert ("samples per second" in text) == ("1.6 s for 2 steps" in text) == bool(steps)
     assert ("all 8 had been done; nothing was left to train" in text) == (not steps)
+
+
+@pytest.mark.parametrize("num_steps", [20, 250, 20_000, 100_000])
+def test_a_line_of_the_log_keeps_all_cells_within_80_columns(num_steps: int):
+    shown = dataclasses.replace(line(7), num_steps=num_steps, unit="samples")
+    text = format_log_line(shown)
+    assert len(text) <= 80
+    assert [cell in text for cell in format_cells(shown)] == [True] * 5

@@ -116,7 +116,7 @@ class Progress:
     def _draw_now(self, line: ProgressLine) -> None:
         console = self._get_console()
         if not self._is_live():
-            self._print("   ".join(format_cells(line)))
+            self._print(format_log_line(line))
             return
         if self._live is None:
             from rich.live import Live
@@ -190,6 +190,12 @@ def format_cells(line: ProgressLine) -> list[str]:
     if line.remaining_seconds is not None:
         cells.append(f"{format_duration(line.remaining_seconds):>7} left")
     return cells
+
+
+def format_log_line(line: ProgressLine) -> str:
+    """The line for a log: its cells, closer together where they would not fit into 80 columns."""
+    texts = [gap.join(format_cells(line)) for gap in ("   ", "  ", " ")]
+    return next((text for text in texts if len(text) <= 80), texts[-1])
 
 
 def fit_to_width(line: ProgressLine, width: int) -> list[tuple[str, str]]:
