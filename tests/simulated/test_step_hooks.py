@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import preflight as check_task
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
@@ -279,6 +280,16 @@ def test_hooks_that_cannot_run_are_refused_at_the_build_and_later(why, pair):
             step.optimizer.register_step_post_hook(after)
         with pytest.raises(OptimizerError, match=f"step (pre|post)-hook.*{message}"):
             step(local_batch(batches(case)[0], 2, comm.rank))
+        return True
+
+    assert threads.run(2, body) == [True, True]
+
+
+def test_hooks_are_refused_where_a_rank_has_the_weights_of_its_stages_only():
+    def body(comm):
+        plan, layers = Plan(pp=2, microbatches=2), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        with pytest.raises(OptimizerError, match="a step post-hook with pp = 2   need all gradients and weights"):
+            TrainStep(layers, loss(CASE), hooked(CASE, None, clamp), plan=plan, communicator=comm)
         return True
 
     assert threads.run(2, body) == [True, True]

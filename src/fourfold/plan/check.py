@@ -303,6 +303,7 @@ def step_hook_conflicts(plan: Plan) -> dict[str, str]:
     rules = [
         (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
         (plan.tp > 1, f"tp = {plan.tp}", "tp = 1"),
+        (plan.pp > 1, f"pp = {plan.pp}", "pp = 1"),
         (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
         (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
         (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),
