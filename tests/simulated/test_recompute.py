@@ -1,5 +1,6 @@
 """Laws of recompute: the same training, bit for bit, that holds less between forward and backward."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -278,6 +279,32 @@ def test_a_model_without_blocks_is_refused_with_the_reason() -> None:
         with pytest.raises(PlanError, match="a model without a list of blocks"):
             recomputed_blocks(nn.Linear(3, 3), recompute)
     assert recomputed_blocks(nn.Linear(3, 3), "none") == ()
+
+
+class Named(nn.Module):
+    """A chain of named modules, the first of which has a list of its own with most of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.mid, self.up = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.tanh(self.mid(self.down(x))))
+
+
+def make_named() -> nn.Module:
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        return Named().double()
+
+
+def test_blocks_that_stages_name_are_the_ones_that_are_computed_again() -> None:
+    plan, case = Plan(pp=2, microbatches=2, stages="down; mid up", recompute="full"), Case(batch_sizes=(4, 4))
+    assert "full: 3 blocks, down to up" in format_recompute(make_named(), plan)
+    kept = train(dataclasses.replace(plan, recompute="none"), case, make_named)
+    for got, expected in zip(train(plan, case, make_named), kept, strict=True):
+        assert all(torch.equal(got.weights[name], weight) for name, weight in expected.weights.items())
 
 
 def test_outside_of_a_forward_the_blocks_are_the_users() -> None:

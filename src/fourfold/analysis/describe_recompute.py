@@ -8,6 +8,7 @@ from torch import nn
 from fourfold.analysis.describe_programs import indent
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_residual import WHOLE
+from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.recompute import recomputed_blocks
 
 PRODUCTS = "products with weights and fused attention"
@@ -15,7 +16,7 @@ PRODUCTS = "products with weights and fused attention"
 
 def format_recompute(model: nn.Module, plan: Plan) -> str:
     """What autograd keeps of a microbatch in each block. Raises PlanError."""
-    blocks = recomputed_blocks(model, plan.recompute)
+    blocks = recomputed_blocks(model, plan.recompute, map_stages(model, plan.stage_spec).chain.blocks)
     lines = [f"kept of each   {_kept(plan)}", f"computed again {_computed_again(plan)}"]
     head = f"recompute   {plan.recompute}: {len(blocks)} blocks, {blocks[0]} to {blocks[-1].rpartition('.')[2]}"
     return f"{head}\n{indent(lines)}"

@@ -223,7 +223,7 @@ def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
     tensor, pipeline, _ = axes
     shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
     group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
-    names = recomputed_blocks(pipeline.skeleton, plan.recompute)
+    names = recomputed_blocks(pipeline.skeleton, plan.recompute, pipeline.stages.chain.blocks)
     return RecomputedBlocks(names, group, plan.recompute == "selective", tensor.split_params)
 
 

@@ -86,11 +86,15 @@ class RecomputedBlocks(NamedTuple):
         return Recompute(model, names, self.group, selective=self.is_selective, split_params=self.split_params)
 
 
-def recomputed_blocks(model: nn.Module, recompute: str) -> tuple[str, ...]:
-    """The names of a model's blocks, if a plan says that backward computes them again. Raises PlanError."""
+def recomputed_blocks(model: nn.Module, recompute: str, divided: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The names of a model's blocks, if a plan says that backward computes them again. Raises PlanError.
+
+    `divided`: those that its stages have; none: of its largest list.
+    """
     if recompute == "none":
         return ()
-    own, blocks, problems = f'recompute = "{recompute}"', find_chain(model).blocks, []
+    own, problems = f'recompute = "{recompute}"', list[Problem]()
+    blocks = divided or find_chain(model).blocks
     attempt = 'recompute = "none", and torch.utils.checkpoint in the model'
     if not blocks:
         got = f"{own}, and a model without a list of blocks"
