@@ -164,6 +164,19 @@ def test_samples_that_interact_in_the_gradient_only_are_refused(kind, plan):
     refused(make, plan, r"gradients of .* that do not add up")
 
 
+class Similarities(Net):
+    """Of each sample to each other one: parts of a batch have fewer columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x @ x.T
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_of_similarities_is_refused_by_its_value(plan):
+    refused(Similarities, plan, "a scalar loss of", lambda m, o, y: F.cross_entropy(o, torch.arange(len(o))))
+
+
 def test_a_loss_divided_by_itself_is_refused_for_its_gradient():
     def loss(model: Net, outputs: Tensor, targets: Tensor) -> Tensor:
         value = plain(model, outputs, targets)

@@ -131,7 +131,10 @@ def _differs(whole: Tensor, pieces: Sequence[Tensor], sizes: Sequence[int], tole
     if not whole.is_floating_point() or not whole.dim() or len(whole) % sum(sizes):
         return False
     rows = len(whole) // sum(sizes)
-    joined = torch.cat([piece[: size * rows] for piece, size in zip(pieces, sizes, strict=True)])
+    kept = [piece[: size * rows] for piece, size in zip(pieces, sizes, strict=True)]
+    if any(piece.shape[1:] != whole.shape[1:] for piece in kept):  # such as a similarity to each other sample
+        return False
+    joined = torch.cat(kept)
     if joined.shape != whole.shape:
         return False
     return bool((((joined - whole).abs() > tolerance) | (joined.isnan() != whole.isnan())).any())
