@@ -584,7 +584,7 @@ FAILURES = {
         "blocks.1.middle (Failing) gets split features, [2, 3, 4] of [2, 3, 16], and fails: 'cut'",
         None,
     ),
-    "backward": (KeyError, "backward", "rank 1 failed on its first batch: KeyError: 'backward'"),
+    "backward": (TaskError, "the model (Net) fails where the model is cut: 'backward'", None),
 }
 
 

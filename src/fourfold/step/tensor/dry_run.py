@@ -210,9 +210,9 @@ class TensorDryRun:
                 vars(module).update({k: v for k, v in vars(other).items() if k not in MODULE_ATTRIBUTES})
             return list(tree_leaves(self._loss(run.returned, batch[1])))
 
-    @torch.no_grad()
     def _forward_again(self, model: nn.Module, batch: Any) -> Later:
-        outputs = [each.clone() for each in tree_leaves(call_model(model, batch[0]))]
+        """With gradients, which the model's own forward may take."""
+        outputs = [each.detach().clone() for each in tree_leaves(call_model(model, batch[0]))]
         return Later(outputs, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
     # ---- whole --------------------------------------------------------------------------------------
@@ -286,7 +286,12 @@ class TensorDryRun:
             draws = find_draws(whole.run.draws, run.draws, self._place, [each for each in shards if not each.is_whole])
             if draws.refused:
                 return Findings([self._problems.draw(draws.refused[0])])
-            run_backward([*run.outputs, *losses], whole.upstream)
+            try:
+                run_backward([*run.outputs, *losses], whole.upstream)
+            except (CallMismatch, PeerError):
+                raise
+            except Exception as error:
+                return Findings([self._problems.failure(whole.run.trace, trace, error)])
             later = self._forward_again(self._model, _cast(batch, dtype))
         gradients = self._compare_gradients(whole)
         if not gradients and (problem := self._state_problem(whole.later, later)):
