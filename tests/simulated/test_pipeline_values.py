@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
@@ -212,6 +213,17 @@ class SequenceFirst(Net):
         return self.head(x.transpose(0, 1))
 
 
+class Packed(Net):
+    """A recurrent layer over packed sequences, whose lengths an operation reads beside the embedding's output."""
+
+    def define(self) -> None:
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        packed = pack_padded_sequence(self.emb(x), (x > 2).sum(1).clamp(min=1).cpu(), True, enforce_sorted=False)
+        return self.head(self.through(pad_packed_sequence(self.recurrent(packed)[0], True, total_length=x.shape[1])[0]))
+
+
 class ListInFront(Net):
     def define(self) -> None:
         self.stem = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
@@ -356,6 +368,34 @@ class HiddenGradient(Net):
 
     def through(self, x: Tensor) -> Any:
         return Scaling.apply(super().through(x))
+
+
+class Held:
+    """An object that is no dataclass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Holding(Block):
+    def forward(self, x: Any) -> Any:
+        return Held(super().forward(getattr(x, "x", x)))
+
+
+class Objects(Net):
+    block = Holding
+
+    def through(self, x: Tensor) -> Tensor:
+        held: Any = super().through(x)
+        return held.x
+
+
+class Differentiating(Net):
+    """Takes the gradient through its blocks in forward."""
+
+    def through(self, x: Tensor) -> Tensor:
+        y = super().through(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
 class Misplaced(Net):
@@ -542,7 +582,7 @@ OF_SAMPLES = [
     *(KeptInBlocks, Counted, ReadByLoss, TrainingOnly, InPlace, Hooked, ListInFront, OwnWeight, Frozen, Checkpointed),
     *(Listening, Private),
 ]
-OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers]
+OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers, Packed]
 """What these compute depends on which samples are in one microbatch."""
 PLANS = [{"pp": 2}, {"pp": 4, "schedule": "zero-bubble"}]
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatches": 2}
@@ -564,6 +604,8 @@ def test_what_crosses_a_stage_trains_as_on_one_device(kind, fields):
     (Segments, r"a stage that ends with blocks\.1, which is in one checkpoint with blocks\.2"),
     (Penalty, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0"),
     (Stolen, r"stage 1 \(blocks\.2 to blocks\.3\) needs weight blocks\.0\.up\.bias"),
+    (Objects, r"needs what blocks\.1 returned .*: Held, an object   need tensors.* try Held as a dataclass, or pp = 1"),
+    (Differentiating, r"torch\.autograd\.grad of the model's own, which fails through blocks .* try pp = 1"),
     (Late, r"pos, which has weights and is defined behind the blocks, called in front of them"),
     (HiddenGradient, r"other gradients of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Misplaced, r"other outputs of stage 1 \(blocks\.2 to blocks\.3\) by itself"),

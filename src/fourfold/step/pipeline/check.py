@@ -10,6 +10,7 @@ else it needs is carried, or the plan is refused.
 
 import contextlib
 import itertools
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -196,7 +197,8 @@ class PipelineCheck:
         """Run the whole model, and its loss."""
         divided, skeleton = self._divided, self._divided.skeleton
         recorder = Recorder(skeleton, self.known, trained, divided.own)
-        with divided.computing(skeleton, buffers), recorder.recording() as recording, self.whole_shown_to_loss():
+        computing = divided.computing(skeleton, buffers)
+        with computing, recorder.recording() as recording, self.whole_shown_to_loss(), _gradients_refused():
             returned = call_model(skeleton, part.inputs)
             losses = list(tree_leaves(divided.objective.raw_loss(returned, part)))
             recording.buffers = buffers_of(skeleton)
@@ -260,3 +262,15 @@ class PipelineCheck:
             if is_dropped or (like.requires_grad and stages.stage_of(name) != stage):
                 found[name] = like
         return found
+
+
+@contextlib.contextmanager
+def _gradients_refused() -> Iterator[None]:
+    """Within, gradients that a forward or a loss takes through blocks, whose graph is cut, are refused by name."""
+    try:
+        yield
+    except RuntimeError as error:
+        if all(frame.f_code is not torch.autograd.grad.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        got = f"torch.autograd.grad of the model's own, which fails through blocks of several stages: {error}"
+        raise TaskError(Problem(got, "gradients in forward or loss within one block", "pp = 1"), where=WHERE) from error

@@ -25,7 +25,7 @@ from fourfold.step.pipeline.reentrant import ReentrantCheck
 from fourfold.step.pipeline.replaced import Replacements, replaced
 from fourfold.step.pipeline.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, sources_of
 from fourfold.step.pipeline.tied import aliases_of
-from fourfold.step.pipeline.values import take_apart, tensors_among, without_caches, written_attributes
+from fourfold.step.pipeline.values import OBJECT, take_apart, tensors_among, without_caches, written_attributes
 from fourfold.step.proof.checks import summarize_error
 from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.tensor_tree import tree_leaves
@@ -132,6 +132,9 @@ class Rehearsal:
         if source.kind == WEIGHT:
             need = "a forward and a loss that read only weights of the stage that they run on"
             return Problem(got, need, "weight_decay of the optimizer in place of a penalty in the loss, or pp = 1")
+        if objects := [each[1] for each in self._recorded.described.get(source, ()) if each[0] == OBJECT]:
+            need = "tensors, numbers, texts, and tuples, lists, dicts and dataclasses of these"
+            return Problem(f"{got}: {objects[0]}, an object", need, f"{objects[0]} as a dataclass, or pp = 1")
         return Problem(got, NEED, "pp = 1")
 
     @property

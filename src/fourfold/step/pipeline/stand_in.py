@@ -101,8 +101,14 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS:
             raise StandInUsed(args[0].sources)
-        with DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
+        try:
+            with DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            # It reads values below the dispatcher, or those of another operand, such as lengths. An error of the
+            # user's comes again where the values are there.
+            sources = [each.sources for each in tree_flatten((args, kwargs or {}))[0] if isinstance(each, StandIn)]
+            raise StandInUsed(frozenset[Source]().union(*sources)) from error
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
