@@ -94,8 +94,7 @@ def test_changes_replace_and_open_fields():
     assert ask.with_changes(devices=4).devices == 4
 
 
-def test_former_names_of_fields_are_read():
-    assert Ask.from_toml('version = 1\nreduce = "bf16"\n').pinned == {"reduce_dtype": "bf16"}
+def test_a_file_without_a_version_is_refused():
     with pytest.raises(PlanError, match="no version"):
         Ask.from_toml("tp = 2\n")
 

@@ -1,6 +1,5 @@
 """Laws of checkpoint manifests: which are refused, and that version 1 is read as the present one."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +24,6 @@ from fourfold.plan.checkpoint_manifest import (
     manifest_problems,
     tensors_by_file,
 )
-from fourfold.plan.checkpoint_manifest_v1 import ManifestV1, RngStateV1, StoredBoxV1, TensorEntryV1, upgrade
-from fourfold.plan.decode import DecodeError
 from fourfold.words.box import Box
 from fourfold.words.mesh import Mesh
 
@@ -69,6 +66,7 @@ def manifest(rows: list[tuple[str, tuple[int, ...]]], mesh: Mesh) -> Manifest:
         best=None,
         files={shard_file_name(rank): FileEntry(10_000_000, "") for rank in range(mesh.size)},
         mesh=mesh,
+        optimizer="AdamW",
     )
 
 
@@ -190,67 +188,3 @@ def malformed_manifests() -> Iterator[bytes]:
 def test_a_malformed_manifest_is_refused(text):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text, type=Manifest)
-
-
-def version_one(mesh: Mesh | None, size: int, tensors: dict[str, TensorEntryV1], **fields: Any) -> ManifestV1:
-    now = manifest([("F32", ())], Mesh(dp=size))
-    old = {name: getattr(now, name) for name in ManifestV1.__struct_fields__} | {"version": 1, "tensors": tensors}
-    return ManifestV1(
-        **{**old, "random": tuple(RngStateV1(f"{rank:02x}") for rank in range(size)), "mesh": mesh, **fields}
-    )
-
-
-def cut(shape: tuple[int, ...], cuts: list[int], *, flat: bool) -> TensorEntryV1:
-    """A tensor whose rows, or elements if it is flat, are divided among the ranks."""
-    dims = (math.prod(shape),) if flat else shape
-    boxes = [
-        StoredBoxV1(shard_file_name(rank), (low, *(0 for _ in dims[1:])), (high - low, *dims[1:]))
-        for rank, (low, high) in enumerate(itertools.pairwise([0, *sorted(cuts), dims[0]]))
-        if low < high
-    ]
-    return TensorEntryV1("F32", shape, tuple(boxes), flat)
-
-
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), flat=st.booleans(), data=st.data())
-def test_boxes_of_version_1_become_parts_with_the_same_tensors_in_the_same_files(shape, flat, data):
-    length = math.prod(shape) if flat else shape[0]
-    entry = cut(shape, data.draw(st.lists(st.integers(0, length), max_size=3)), flat=flat)
-    now = upgrade(version_one(Mesh(dp=4), 4, {"optimizer.a.b.exp_avg": entry}))
-    assert not list(manifest_problems(now))
-    (tensor,) = now.tensors
-    assert (tensor.kind, tensor.name, tensor.key, tensor.shape) == (TensorKind.OPTIMIZER, "a.b", "exp_avg", shape)
-    files = {file: held for file, held in tensors_by_file(now).items() if held}
-    assert {file: held["optimizer.a.b.exp_avg"].shape for file, held in files.items()} == {
-        stored.file: stored.lengths for stored in entry.stretches
-    }
-
-
-@pytest.mark.parametrize(("prefix", "kind"), [("worker", TensorKind.OPTIMIZER), ("codec", TensorKind.CODEC)])
-@pytest.mark.parametrize("mesh", [Mesh(dp=2, sp=2), None])
-def test_rows_of_version_1_become_tensors_of_their_places(prefix, kind, mesh):
-    entry = cut((12,), [3, 6, 9], flat=False)
-    now = upgrade(version_one(mesh, 4, {f"{prefix}.a.b.c": entry}))
-    assert not list(manifest_problems(now))
-    assert [(t.kind, t.name, t.key, t.shape) for t in now.tensors] == [(kind, "a.b", "c", (3,))] * 4
-    places = [Place(dp=0), Place(sp=1), Place(dp=1), Place(dp=1, sp=1)] if mesh else [Place(dp=n) for n in range(4)]
-    assert [t.place for t in now.tensors] == places
-    assert [t.parts[0].file for t in now.tensors] == [shard_file_name(rank) for rank in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tensors": {"spam.a": cut((4,), [], flat=False)}}, "a tensor called 'spam.a'"),
-        ({"tensors": {"codec.a.b": cut((8,), [3, 4, 6], flat=False)}}, "not a row for each of 4 ranks"),
-        ({"tensors": {"codec.a.b": cut((8,), [2, 4], flat=False)}}, "not a row for each of 4 ranks"),
-        ({"tensors": {"worker.a.b": cut((8, 2), [2, 4, 6], flat=False)}}, "not a row for each of 4 ranks"),
-        ({"tensors": {"ema.a": TensorEntryV1("F32", (4,), (StoredBoxV1(FIRST, (0, 0), (4, 1)),), True)}}, "in one dim"),
-        ({"aliases": {"ema.a": "ema.b"}}, "an alias of 'ema.a'"),
-        ({"mesh": Mesh(dp=3)}, "a mesh of 3 ranks, and random states of 4"),
-        ({"mesh": Mesh(dp=0)}, "a mesh of 0 ranks"),
-        ({"mesh": None, "random": ()}, "a mesh of 0 ranks"),
-    ],
-)  # fmt: skip
-def test_what_no_version_1_has_held_is_refused(fields, message):
-    with pytest.raises(DecodeError, match=message):
-        upgrade(msgspec.structs.replace(version_one(Mesh(dp=4), 4, {}), **fields))

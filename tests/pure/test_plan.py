@@ -162,41 +162,9 @@ def test_the_codec_is_part_of_a_runs_identity_and_the_mesh_is_not():
     assert Plan(codec="topk", codec_density=0.1).identity_fields["codec_density"] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
-)
-def test_old_field_names_in_a_plan_file_are_still_read(old, new, value):
-    texts = [f'version = 1\ndp = 2\ncodec = "dct"\n{name} = {value!r}\n' for name in (old, new)]
-    from_old, from_new = map(Plan.from_toml, texts)
-    assert from_old == from_new
-    assert getattr(from_new, new) == value
-    assert old not in from_new.to_toml(defaults=True).replace(new, "")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "value"), [("reduce", "reduce_dtype", "fp32"), ("codec_life", "codec_refresh_steps", 7)]
-)
-def test_a_plan_file_with_both_names_of_a_field_is_refused(old, new, value):
-    with pytest.raises(PlanError, match=rf"plan\.toml\n  {old} and {new}   need one of them"):
-        Plan.from_toml(f"version = 1\n{old} = {value!r}\n{new} = {value!r}\n")
-
-
-@pytest.mark.parametrize(("old", "new"), [("reduce", "reduce_dtype"), ("codec_life", "codec_refresh_steps")])
-def test_an_old_field_name_outside_a_file_is_refused_and_the_new_one_suggested(old, new):
-    with pytest.raises(PlanError, match=f"try {new}$"):
-        Plan.from_dict({old: "fp32"})
-
-
-def test_the_identity_of_a_run_keeps_the_field_names_it_was_saved_under():
-    plan = Plan(codec="dct", codec_refresh_steps=7, precision="bf16", reduce_dtype="fp32")
-    assert plan.identity_fields == {
-        "codec": "dct", "codec_rank": 4, "codec_density": 0.01, "codec_life": 7, "precision": "bf16", "reduce": "fp32",
-    }  # fmt: skip
-
-
 def test_precision_and_reduce_dtype_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
-    assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce": "fp32"}
+    assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce_dtype": "fp32"}
 
 
 def test_a_mistyped_field_is_refused_in_python_as_in_a_file_and_the_signature_stays():

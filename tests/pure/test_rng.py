@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.checkpoint_manifest import Manifest, Place, RngState, manifest_problems
-from fourfold.plan.checkpoint_manifest_v1 import RngStateV1, upgrade
 from fourfold.plan.rng import generator_seed, microbatch_seed, random_place, rng_state_to_restore, segment_seed
 from fourfold.words.mesh import Mesh
-from tests.pure.test_checkpoint_manifest import manifest, version_one
+from tests.pure.test_checkpoint_manifest import manifest
 
 MESHES = st.builds(Mesh, pp=st.integers(1, 2), dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integers(1, 2))
 
@@ -25,12 +24,6 @@ def saved_on(mesh: Mesh) -> Manifest:
     places = sorted({random_place(mesh, rank) for rank in range(mesh.size)})
     made = manifest([("F32", (4, 2))], mesh)
     return msgspec.structs.replace(made, random=tuple(map(state_of, places)), mesh=mesh)
-
-
-def saved_without_mesh(mesh: Mesh) -> Manifest:
-    """The first manifests had the state of each rank, and no mesh."""
-    states = tuple(RngStateV1(state_of(random_place(mesh, rank)).cpu) for rank in range(mesh.size))
-    return upgrade(version_one(None, mesh.size, {}, random=states))
 
 
 def restored(saved: Manifest, mesh: Mesh) -> list[str | None]:
@@ -47,18 +40,6 @@ def test_every_rank_restores_the_rng_state_of_its_place_if_the_places_are_unchan
     assert not list(manifest_problems(saved_on(saved)))
     is_unchanged = (saved.dp, saved.pp) == (mesh.dp, mesh.pp)
     assert restored(saved_on(saved), mesh) == (by_place(mesh) if is_unchanged else [None] * mesh.size)
-
-
-@given(saved=MESHES, mesh=MESHES)
-def test_rng_states_saved_without_a_mesh_are_restored_only_if_they_match_the_places(saved, mesh):
-    found = restored(saved_without_mesh(saved), mesh)
-    assert found == (by_place(mesh) if by_place(saved) == by_place(mesh) else [None] * mesh.size)
-
-
-@given(mesh=MESHES)
-def test_version_1_restores_what_each_rank_had(mesh):
-    states = tuple(RngStateV1(cpu) for cpu in by_place(mesh))
-    assert restored(upgrade(version_one(mesh, mesh.size, {}, random=states)), mesh) == by_place(mesh)
 
 
 @given(mesh=MESHES)

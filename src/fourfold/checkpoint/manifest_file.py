@@ -24,7 +24,6 @@ from fourfold.plan.checkpoint_manifest import (
     manifest_problems,
     tensors_by_file,
 )
-from fourfold.plan.checkpoint_manifest_v1 import ManifestV1, upgrade
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
 from fourfold.words.errors import CheckpointError, Problem, UnreadableCheckpointError, os_error_text
 
@@ -88,7 +87,7 @@ def _decode_manifest(path: Path, content: bytes) -> Manifest:
         raise UnreadableCheckpointError(
             Problem(got, f"at most version {MANIFEST_VERSION}", "the version of fourfold that wrote it")
         )
-    return upgrade(from_json(body, ManifestV1)) if version == 1 else from_json(body, Manifest)
+    return from_json(body, Manifest)
 
 
 def verify_checkpoint(folder: Path, *, index: int = 0, size: int = 1) -> list[str]:

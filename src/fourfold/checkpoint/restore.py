@@ -182,8 +182,7 @@ def changed_options(manifest: Manifest, options: Sequence[Mapping[str, Any]]) ->
     scheduled = manifest.scheduler.options if manifest.scheduler is not None else [{}] * len(options)
     for saved, now, of_scheduler in zip(manifest.groups, options, scheduled, strict=True):
         for key in saved.keys() & now.keys() - set(IMPLEMENTATION_OPTIONS) - of_scheduler.keys():
-            # Older manifests hold the rate of their step, which a schedule may have changed.
-            if saved[key] != now[key] and not (key == "lr" and manifest.optimizer is None):
+            if saved[key] != now[key]:
                 here, there = decode_state(now[key]), decode_state(saved[key])
                 texts[f"{key} = {here} ({there} when step {manifest.step} was saved)"] = None
     return sorted(texts)

@@ -20,7 +20,7 @@ from typing import Any
 from fourfold.cli.plan_word import PLAN_WORD
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.declared_settings import Setting, declared_settings, setting
@@ -311,7 +311,7 @@ def _unknown_key(key: str, text: str, arguments: Mapping[str, ValueType]) -> Pro
     known = [*arguments, *RUN_SETTINGS, *FIELDS, *STRATEGY_WORDS]
     if (place := place_of_setting(key, known)) is not None:
         return Problem(f"{key} = {text}", "a known setting", place)
-    close = RENAMED_FIELDS.get(key) or closest_match(key, known)
+    close = closest_match(key, known)
     every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *RUN_SETTINGS])), "or a field of the plan"]
     return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
 

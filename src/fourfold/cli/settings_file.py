@@ -14,7 +14,7 @@ from fourfold.cli import arguments
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
 from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, RENAMED_FIELDS
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.plan.tensor_rules import table_problems
 from fourfold.plan.toml_writer import format_pair
@@ -92,14 +92,14 @@ class SettingsFile:
         """The problems of [plan]; its values go into `parsed`."""
         values = dict(self.sections[PLAN])
         problems = _version_problems(values, "[plan]")
-        known = {key: value for key, value in values.items() if key in FIELDS or key in RENAMED_FIELDS}
+        known = {key: value for key, value in values.items() if key in FIELDS}
         problems += [_misplaced(PLAN, key, value, types) for key, value in values.items() if key not in known]
         known = {key: None if _is_none(key, value) else value for key, value in known.items()}
         try:
-            plan = Plan.from_table(known, where=self.path)
+            plan = Plan.from_dict(known, where=self.path)
         except PlanError as error:
             return problems + [problem._replace(got=f"{problem.got} in [plan]") for problem in error.problems]
-        parsed.plan.update({name: getattr(plan, name) for name in (RENAMED_FIELDS.get(key, key) for key in known)})
+        parsed.plan.update({name: getattr(plan, name) for name in known})
         return problems
 
 
@@ -249,7 +249,7 @@ def _misplaced(section: str, key: str, value: Any, types: Arguments) -> Problem:
 
 def _place_of(key: str, types: Arguments) -> str | None:
     """The section in which a key belongs."""
-    if key in FIELDS or key in RENAMED_FIELDS:
+    if key in FIELDS:
         return PLAN
     return RUN if key in RUN_SETTINGS else TASK if key in (types or {}) else None
 

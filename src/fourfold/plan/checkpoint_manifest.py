@@ -181,7 +181,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     aliases        name of a tied weight -> name of the weight that holds its values
     scalars        of the optimizer's state, by parameter and key
     groups         the optimizer's options by group: as the task gave them, or in a loop of its own as they were then
-    optimizer      the name of the optimizer's class; older manifests have none
+    optimizer      the name of the optimizer's class
     scheduler      the state of the task's scheduler, if it has one
     feed           None in a loop of its own that reads its data without a feed
     random         states of torch's generators, one for each place that has its own
@@ -189,7 +189,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     losses         of the last steps
     valid          results of an evaluation at this step, if there was one
     best           the best value so far of the measure `best_metric`; `best_mode` says whether that is the least
-    mesh           the sizes of the mesh's axes; the first manifests have none
+    mesh           the sizes of the mesh's axes
     extra          what a loop of its own has added, as `json_state` writes it
     callbacks      the states of the run's callbacks, by their names
     damaged        the samples that the run has left out because they cannot be read
@@ -209,8 +209,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     valid: dict[str, float | None]
     best: float | None
     files: dict[str, FileEntry]
-    mesh: Mesh | None = None
-    optimizer: str | None = None
+    mesh: Mesh
+    optimizer: str
     scheduler: SchedulerState | None = None
     extra: Any = None
     best_metric: str = "loss"
@@ -238,7 +238,7 @@ def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Every reason not to trust a manifest. All names, sizes and offsets are checked here."""
     if manifest.version != MANIFEST_VERSION:
-        yield f"version {manifest.version}, this fourfold reads versions 1 to {MANIFEST_VERSION}"
+        yield f"version {manifest.version}, this fourfold reads version {MANIFEST_VERSION}"
     if manifest.step < 0 or manifest.metrics_bytes < 0:
         yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
     yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME_PATTERN.fullmatch(name))
@@ -270,14 +270,12 @@ def _value_problems(manifest: Manifest) -> Iterator[str]:
                 yield f"{key} of {name} is {value!r}"
 
 
-def _rng_problems(states: Sequence[RngState], mesh: Mesh | None) -> Iterator[str]:
+def _rng_problems(states: Sequence[RngState], mesh: Mesh) -> Iterator[str]:
     if not all(state.cpu and _BYTES_IN_HEX.fullmatch(state.cpu + state.device) for state in states):
         yield "a random state that is not written in hexadecimal digits"
     places = {state.place for state in states}
     if len(places) < len(states):
         yield "two random states of one place"
-    if mesh is None:
-        return
     sizes = " × ".join(f"{axis} {mesh.axis_size(axis)}" for axis in AXES)
     if any(mesh.axis_size(axis) < 1 for axis in AXES):
         yield f"a mesh of {sizes}: every size must be at least 1"
@@ -308,13 +306,13 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {num_bytes[name]} bytes of tensors in a file of {file.num_bytes}"
 
 
-def _key_problems(entry: TensorEntry, mesh: Mesh | None) -> Iterator[str]:
+def _key_problems(entry: TensorEntry, mesh: Mesh) -> Iterator[str]:
     has_states = entry.kind in (TensorKind.OPTIMIZER, TensorKind.CODEC)
     if bool(entry.key) != has_states:
         yield f"the key {entry.key!r}"
     if (entry.place is not None and not has_states) or (entry.place is None and entry.kind is TensorKind.CODEC):
         yield f"the place {entry.place}"
-    if entry.place is not None and mesh is not None and not _is_on(mesh, entry.place):
+    if entry.place is not None and not _is_on(mesh, entry.place):
         yield f"{entry.place}, which the mesh does not have"
 
 

@@ -20,7 +20,7 @@ from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.in_flight import least_held
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
-from fourfold.plan.plan_fields import FIELDS, RENAMED_FIELDS, plan_problems, to_builtin
+from fourfold.plan.plan_fields import FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.plan.tensor_dims import TensorSpec
@@ -162,8 +162,7 @@ class Plan:
         if self.edge != "none":
             # What is rounded or masked depends on where the boundaries of stages are.
             names += ["edge", "pp", "stages", "interleave"] + (["edge_density"] if self.edge == "dct" else [])
-        on_disk = {new: old for old, new in RENAMED_FIELDS.items()}
-        return {on_disk.get(name, name): getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_shards(self) -> int:
@@ -279,7 +278,7 @@ class Plan:
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "plan.toml") -> Self:
-        """Read a plan as `to_toml` writes it: flat keys and `version = 1`. Former names of fields are legal too."""
+        """Read a plan as `to_toml` writes it: flat keys and `version = 1`."""
         try:
             values = from_toml(text)
         except DecodeError as error:
@@ -289,19 +288,7 @@ class Plan:
             got = "no version" if version is None else f"version = {version!r}"
             problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
             raise PlanError([problem, *plan_problems(values)], where=where)
-        return cls.from_table(values, where=where)
-
-    @classmethod
-    def from_table(cls, values: Mapping[str, object], *, where: str) -> Self:
-        """The plan in a table of TOML: as `from_dict`, with former names of fields. Raises PlanError."""
-        ambiguous = [
-            Problem(f"{old} and {new}", "one of them: they are the same field", f"{new} = {values[new]}")
-            for old, new in RENAMED_FIELDS.items()
-            if old in values and new in values
-        ]
-        if ambiguous:
-            raise PlanError(ambiguous, where=where)
-        return cls.from_dict({RENAMED_FIELDS.get(name, name): value for name, value in values.items()}, where=where)
+        return cls.from_dict(values, where=where)
 
     @classmethod
     def recipe(cls, name: str, **fields: object) -> Self:

@@ -116,8 +116,6 @@ FIELD_RULES = {
 }
 FIELDS = tuple(FIELD_RULES)
 BUILTINS = (int, str, float, bool, type(None))
-RENAMED_FIELDS = {"codec_life": "codec_refresh_steps", "reduce": "reduce_dtype"}
-"""Former name -> name. Plan files may use either; the identity of a run on disk keeps the former."""
 
 
 def to_builtin(value: object) -> object:
@@ -138,7 +136,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     for name, value in values.items():
         rule = FIELD_RULES.get(name)
         if rule is None:
-            close = RENAMED_FIELDS.get(name) or closest_match(name, FIELDS)
+            close = closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.accepts(value):
             choices = [choice for choice in rule.supported or rule.choices if isinstance(choice, str)]

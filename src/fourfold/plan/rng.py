@@ -47,17 +47,7 @@ def rng_state_to_restore(manifest: Manifest, mesh: Mesh, rank: int) -> RngState 
     States are restored only if dp and pp still have the same size: else a place stands for other samples or layers.
     """
     saved = manifest.mesh
-    if saved is None:
-        return manifest.random[rank] if _is_by_place(manifest, mesh) else None
     if (saved.dp, saved.pp) != (mesh.dp, mesh.pp):
         return None
     states = {state.place: state for state in manifest.random}
     return states[random_place(mesh, rank)]
-
-
-def _is_by_place(manifest: Manifest, mesh: Mesh) -> bool:
-    """Whether the states of all ranks, saved without their mesh, satisfy the law on this mesh."""
-    if len(manifest.random) != mesh.size:
-        return False
-    by_place = {(random_place(mesh, rank), state.cpu) for rank, state in enumerate(manifest.random)}
-    return len(by_place) == len({state.cpu for state in manifest.random}) == mesh.dp * mesh.pp

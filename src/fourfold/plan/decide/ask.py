@@ -12,7 +12,7 @@ from typing import Self
 
 from fourfold.plan.decode import DecodeError, from_toml
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, RENAMED_FIELDS, plan_problems, to_builtin
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, plan_problems, to_builtin
 from fourfold.plan.predict.quantities import Dimension, read_quantity
 from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem, closest_match
@@ -78,11 +78,12 @@ class Ask:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the ask") -> Self:
-        """The ask with these values. Former names of a plan's fields are legal too. Raises PlanError."""
+        """The ask with these values. Raises PlanError."""
         optional = {name for name, rule in FIELD_RULES.items() if rule.optional}
-        read = {RENAMED_FIELDS.get(name, name): value for name, value in values.items()}
         try:
-            return cls(**{name: None if value == NONE and name in optional else value for name, value in read.items()})
+            return cls(
+                **{name: None if value == NONE and name in optional else value for name, value in values.items()}
+            )
         except PlanError as error:
             raise PlanError(error.problems, where=where) from None
 
@@ -119,7 +120,7 @@ def ask_problems(devices: object, memory: object, values: Mapping[str, object]) 
     problems = _machine_problems(devices, memory)
     for name, value in values.items():
         if name not in FIELDS:
-            close = RENAMED_FIELDS.get(name) or closest_match(name, (*MACHINE_FIELDS, *FIELDS))
+            close = closest_match(name, (*MACHINE_FIELDS, *FIELDS))
             problems.append(Problem(f"{name} = {value!r}", "a field of a plan, devices or memory", close or ""))
         elif value == AUTO and name not in (*SEARCHED, *ON_REQUEST):
             default = getattr(Plan(), name)

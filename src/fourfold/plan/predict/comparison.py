@@ -72,6 +72,6 @@ def by_category(differences: list[ActionDifference]) -> list[CategoryDifference]
 
 def is_of_plan(prediction: Prediction, fields: Mapping[str, object]) -> bool:
     """Whether a prediction is of the plan with these fields, the rest at their defaults."""
-    return prediction.plan == type(prediction.plan).from_table(
+    return prediction.plan == type(prediction.plan).from_dict(
         {name: value for name, value in fields.items() if name != "version"}, where="the plan of the run"
     )
