@@ -13,12 +13,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bench.resnet_facts import ResNetFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
 from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.resnet_facts import ResNetFacts
 from fourfold.plan.predict.roofline import RooflinePrices
 from fourfold.plan.predict.step import predict_step
 from fourfold.plan.update_spec import UpdateSpec

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.resnet_facts import ResNetFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import topology_of
 from fourfold.plan.predict.cluster_file import load_cluster
 from fourfold.plan.predict.facts import FactsSource, OperationKind
-from fourfold.plan.predict.resnet_facts import ResNetFacts
 from fourfold.words.errors import PlanError
 
 

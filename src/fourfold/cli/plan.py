@@ -59,22 +59,16 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 
 
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
-    """`fourfold plan calibrate`: measure this machine anew, or refine it by a run's trace. Returns the exit code."""
+    """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
     from fourfold.cli.plan_calibrate import calibrate, format_calibrated
     from fourfold.cli.plan_machine import calibration_words
     from fourfold.cli.plan_question import task_words
-    from fourfold.cli.plan_refine import refine_by_run
-    from fourfold.cli.plan_run import find_planned_run
     from fourfold.cli.run_commands import launch_quietly
     from fourfold.launcher.process_defaults import default_num_processes
     from fourfold.plan.predict.calibration import task_key
 
     words = [word for word in task_words(arguments) if word != CALIBRATE]
-    run = find_planned_run(words[0]) if len(words) == 1 else None
-    if run is not None:
-        print_text(refine_by_run(run))
-        return 0
     check_named_files(words)
     from fourfold.analysis.task_facts.source import TaskFacts  # not on top: it imports torch
 

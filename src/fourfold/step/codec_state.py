@@ -21,8 +21,6 @@ from fourfold.parts.tensor_reader import TensorReader
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.data.buckets import Bucket
 
-CodecTensors = Mapping[str, Mapping[str, Tensor]]
-
 
 class CodecState:
     """What this rank's codecs remember, and the other ranks' rows of it when it is saved."""

@@ -81,10 +81,6 @@ class SegmentRecord:
     second_half: Curve | None = None
     collectives: tuple[Collective, ...] = ()
 
-    @property
-    def is_divided(self) -> bool:
-        return self.second_half is not None
-
 
 class CollectiveRecord(NamedTuple):
     """Seconds of a collective of the data axis, by bytes of the whole tensor."""

@@ -33,8 +33,6 @@ POLICIES = ("refuse", "allow")
 MAX_SAME_BATCHES = 3
 # At most so many batches are compared if ranks never differ: one batch repeated, or nothing to compare.
 MAX_COMPARED = 100
-NO_BATCH = -1
-"""In place of a digest: this rank has found out already that its batch differs."""
 
 
 def batch_digest(batch: Any) -> int:

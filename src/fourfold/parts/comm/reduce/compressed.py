@@ -71,11 +71,6 @@ class CompressedReducer:
         self._last_handed_over: int | None = None
         self._grad_round = 0
 
-    def rescale_residuals(self, factor: float) -> None:
-        """Multiply what the codecs remember: from now on gradients are `factor` times as large."""
-        for codec in self.codecs:
-            codec.scale_residual(factor)
-
     # ---- codec runs ---------------------------------------------------------------------------------
 
     def acquire_buffer(self, bucket: int, factor: float | None) -> None:
