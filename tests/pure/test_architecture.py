@@ -22,7 +22,7 @@ DCP_EXPORT = SOURCE / "checkpoint" / "dcp_export.py"
 ALLOWED = {
     "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
     "step/parallelize.py parallelize": PUBLIC_SIGNATURE,
-    "step/sequence/transformers.py _attention": "the signature that transformers calls",
+    "step/transformers_attention.py _attention": "the signature that transformers calls",
     "tasks/hf.py task": "every parameter is a setting of the command line",
     "tasks/lm.py task": "every parameter is a setting of the command line",
     "trainer/train.py train": PUBLIC_SIGNATURE,
@@ -207,7 +207,7 @@ MAY_NAME_PRIVATE = {
     "parts/torch_private.py": "test_torch_private.py",
     "parts/torch_dispatch.py": "test_torch_dispatch.py",
     "parts/comm/named_process_group.py": "test_process_group_private.py",
-    "step/sequence/transformers.py": "test_transformers_private.py",
+    "step/transformers_attention.py": "test_transformers_private.py",
     "checkpoint/pretrained_names.py": "test_transformers_private.py",
     "launcher/agent.py": "test_torchelastic_private.py",
     "launcher/env_store.py": "test_env_store.py",
@@ -283,7 +283,7 @@ def test_few_files_import_transformers_and_the_launcher_alone_torchelastic():
         for package, names in importers.items():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
                 names.add(path.relative_to(SOURCE).as_posix())
-    assert importers["transformers"] == {"step/sequence/transformers.py", "tasks/hf.py", "tasks/hf_tokenizer.py"}
+    assert importers["transformers"] == {"step/transformers_attention.py", "tasks/hf.py", "tasks/hf_tokenizer.py"}
     launcher = {"launcher/agent.py", "launcher/local_job.py", "launcher/local_rendezvous.py", "launcher/rank_start.py"}
     assert importers["torch.distributed.elastic"] == launcher
 

@@ -19,7 +19,7 @@ from fourfold.step.meta_model import _SkipRandomInit
 from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
-from fourfold.step.sequence.sdpa_interception import intercept_attention
+from fourfold.step.sdpa_interception import intercept_attention
 from fourfold.step.torch_losses import observing
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

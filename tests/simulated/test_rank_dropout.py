@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.step.draw_slices import DrawSlice, DrawSlices, FoundDraw
 from fourfold.step.rank_dropout import RankDropout, SplitDropout, TaggedDraws
-from fourfold.step.sequence.sdpa_interception import intercept_attention
-from fourfold.step.tensor.draw_slices import DrawSlice, DrawSlices, FoundDraw, find_slice, slices_mismatch
+from fourfold.step.sdpa_interception import intercept_attention
 from fourfold.step.tensor.module_trace import TensorPlace
+from fourfold.step.tensor.split_randomness import find_slice, slices_mismatch
 from fourfold.words.errors import TaskError
 
 P = 0.5

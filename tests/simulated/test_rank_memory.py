@@ -25,7 +25,7 @@ from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.topology import Topology
 from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler
+from fourfold.step.sdpa_interception import AttentionCall, AttentionHandler
 from fourfold.tasks import hf, lm
 from fourfold.words.task import Task
 

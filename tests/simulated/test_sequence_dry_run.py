@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.model_checks import model_problems
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.dry_run import SequenceDryRun
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import token_shards
 from tests.cases import Case, batches
 from tests.cases import model as built_in

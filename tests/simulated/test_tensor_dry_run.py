@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fourfold.parts.tensor.layers import SplitLayer
 from fourfold.plan.plan import Plan
+from fourfold.step.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.proof.check_config import MemoryFit
 from fourfold.step.tensor.check import TensorCheck, drawn_bytes
-from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

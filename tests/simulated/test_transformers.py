@@ -14,8 +14,8 @@ from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.proof.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.sequence.dry_run import SequenceDryRun
 from fourfold.step.sequence.token_shards import token_shards
-from fourfold.step.sequence.transformers import ATTENTION_NAME
 from fourfold.step.train_step import TrainStep
+from fourfold.step.transformers_attention import ATTENTION_NAME
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

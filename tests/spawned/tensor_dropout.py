@@ -15,9 +15,9 @@ import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.parts.torch_private import is_in_backward
+from fourfold.step.draw_slices import DrawSlices
 from fourfold.step.proof.first_batch import ForwardCheck
 from fourfold.step.sequence.check import SequenceCheck
-from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.train_step import TrainStep
 from tests import cases
 from tests.checkpoint_runs import MemoryLog

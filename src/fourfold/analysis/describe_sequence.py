@@ -22,7 +22,7 @@ from fourfold.plan.sequence import (
 )
 from fourfold.step.batch import POSITION_KEYS
 from fourfold.step.model_call import call_model, eval_mode
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task
 from fourfold.words.text_table import align_columns

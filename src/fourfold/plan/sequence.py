@@ -20,6 +20,8 @@ from fourfold.words.errors import PlanError, Problem
 # ring -> order of its tokens. "gather" is not a ring: it all-gathers keys and values.
 TOKEN_ORDERS = {"zigzag": "zigzag", "plain": "plain", "rsa": "plain", "gather": "zigzag"}
 RINGS = tuple(TOKEN_ORDERS)
+DP_INSTEAD = "sp = 1, with dp instead"
+"""What to try with a model whose tokens cannot be sharded."""
 
 TokenRange = tuple[int, int]
 TokenRanges = tuple[TokenRange, ...]

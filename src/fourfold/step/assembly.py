@@ -38,6 +38,7 @@ from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.digests.batches import DuplicateBatches
 from fourfold.step.digests.build import build_digest, check_same_optimizer
 from fourfold.step.digests.weights import DriftChecker
+from fourfold.step.draw_slices import DrawSlices
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
@@ -68,7 +69,6 @@ from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.tensor import tensor_axis
 from fourfold.step.tensor.check import TensorCheck
-from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fourfold.parts import generators
 from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.parts.torch_private import is_in_backward
-from fourfold.step.sequence.sdpa_interception import DROPOUT_FUNCTIONS, AttentionCall, intercept_attention
-from fourfold.step.tensor.draw_slices import DrawSlice, DrawSlices
+from fourfold.step.draw_slices import DrawSlice, DrawSlices
+from fourfold.step.sdpa_interception import DROPOUT_FUNCTIONS, AttentionCall, intercept_attention
 from fourfold.words.errors import Problem, TaskError
 
 MAX_TAG = 2**62

@@ -20,7 +20,7 @@ from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.predict.facts import Collective, OperationKind
 from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.words.layout import Change, collective_sent_bytes
 
 

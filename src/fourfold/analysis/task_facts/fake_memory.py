@@ -28,7 +28,7 @@ from fourfold.plan.predict.facts import TemporaryPeak
 from fourfold.plan.tensor_residual import WHOLE
 from fourfold.step.peak_memory import ACTIVATION, PeakMemory
 from fourfold.step.recompute import Recompute
-from fourfold.step.sequence.sdpa_interception import intercept_attention
+from fourfold.step.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
 
 

@@ -26,7 +26,7 @@ from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual, StageEnd
 from fourfold.step.pipeline.knowledge import Knowledge
 from fourfold.step.pipeline.recording import Recorder, Recording
 from fourfold.step.pipeline.stand_in import OUTPUT, Source, StandInUsed
-from fourfold.step.sequence.sdpa_interception import intercept_attention
+from fourfold.step.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.program import Action, Verb

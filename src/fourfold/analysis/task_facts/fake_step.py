@@ -20,8 +20,8 @@ from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.plan.plan import Plan
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.pipeline.tied import replace_by_copy
-from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
-from fourfold.step.sequence.transformers import install_attention
+from fourfold.step.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
+from fourfold.step.transformers_attention import install_attention
 from fourfold.words.errors import FourfoldError, Problem
 
 Loss = Callable[[Any, Any], Any] | None

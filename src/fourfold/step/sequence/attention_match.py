@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.sequence.document_mask import DocumentMask
-from fourfold.plan.sequence import heads_problem
+from fourfold.plan.sequence import DP_INSTEAD, heads_problem
+from fourfold.step.sdpa_interception import AttentionCall
 from fourfold.step.sequence.attention_replay import QKV
-from fourfold.step.sequence.sdpa_interception import AttentionCall
 from fourfold.step.sequence.shard_rows import ShardMismatch, check_shard_rows, shard_rows
-from fourfold.step.sequence.token_shards import DP_INSTEAD, TokenShard
+from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.words.errors import Problem, TaskError
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.step.sequence.sdpa_interception import AttentionCall
+from fourfold.step.sdpa_interception import AttentionCall
 
 QKV = ("q", "k", "v")
 OUTPUT = "output"

@@ -28,8 +28,7 @@ from fourfold.step.sequence.losses import (
     non_mean_problem,
     observe_losses,
 )
-from fourfold.step.sequence.token_shards import inputs_and_targets, sequence_length, token_shards
-from fourfold.step.sequence.transformers import packed_problems
+from fourfold.step.sequence.token_shards import inputs_and_targets, packed_problems, sequence_length, token_shards
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 

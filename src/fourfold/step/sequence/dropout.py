@@ -9,9 +9,9 @@ from typing import Any
 
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.torch_private import is_in_backward
+from fourfold.step.draw_slices import DrawSlice
 from fourfold.step.rank_dropout import TaggedDraws, checkpoint_error
-from fourfold.step.sequence.sdpa_interception import AttentionCall
-from fourfold.step.tensor.draw_slices import DrawSlice
+from fourfold.step.sdpa_interception import AttentionCall
 from fourfold.words.errors import Problem, TaskError
 
 HEADS_DIM = 1

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.plan.sequence import DP_INSTEAD
 from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, is_square_mask
 from fourfold.step.batch_statistics import frozen_statistics
 from fourfold.step.model_call import eval_mode
@@ -29,14 +30,14 @@ from fourfold.step.proof.fixed_random import without_randomness
 from fourfold.step.proof.preserve_module import preserve_module
 from fourfold.step.proof.state_problems import EDIT_ADVICE, describe_trained
 from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.module_tracker import ModuleTracker
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.shard_comparison import ShardComparison
 from fourfold.step.sequence.shard_rows import ShardMismatch
-from fourfold.step.sequence.token_shards import DP_INSTEAD, TokenShard
-from fourfold.step.sequence.transformers import has_transformers_model, install_attention
+from fourfold.step.sequence.token_shards import TokenShard
 from fourfold.step.tensor_tree import tree_map
+from fourfold.step.transformers_attention import has_transformers_model, install_attention
 from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_ONLY = "tokens that interact only in torch.nn.functional.scaled_dot_product_attention"

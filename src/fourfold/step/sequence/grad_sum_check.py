@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fourfold.plan.sequence import DP_INSTEAD
 from fourfold.step.proof import grad_projections
 from fourfold.step.proof.grad_projections import NOISE_FLOOR, Projection, group_size
-from fourfold.step.sequence.token_shards import DP_INSTEAD
 from fourfold.words.errors import Problem
 
 MAX_GROUPS = 512

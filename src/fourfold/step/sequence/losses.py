@@ -27,7 +27,7 @@ from fourfold.step.loss_sum import sum_loss
 from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.proof.float64_operands import WidenOperandsMode
 from fourfold.step.proof.random_weights import cast_real
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.torch_losses import RESHAPING_NODES, ignore_index_of

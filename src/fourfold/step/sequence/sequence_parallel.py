@@ -18,22 +18,23 @@ from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.step.batch import Microbatch, has_token_dim
 from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
+from fourfold.step.draw_slices import DrawSlices
 from fourfold.step.rank_dropout import RankDropout, TaggedDraws
+from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.check import SequenceCheck
 from fourfold.step.sequence.dropout import AttentionDropoutCounter
 from fourfold.step.sequence.losses import check_even_targets
-from fourfold.step.sequence.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.sequence.token_shards import (
     TokenShard,
     inputs_and_targets,
     mask_padding,
+    packed_problems,
     sequence_length,
     shard_tokens,
     token_shards,
 )
-from fourfold.step.sequence.transformers import install_attention, packed_problems
-from fourfold.step.tensor.draw_slices import DrawSlices
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.transformers_attention import install_attention
 from fourfold.words.errors import Problem, TaskError
 
 

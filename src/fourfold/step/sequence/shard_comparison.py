@@ -28,6 +28,7 @@ from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.proof.grad_projections import NOISE_FLOOR, Projection
 from fourfold.step.proof.preserve_module import copy_tensor_attributes, preserve_module
 from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
+from fourfold.step.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.step.sequence import grad_sum_check
 from fourfold.step.sequence.attention_match import compare_attention_calls
 from fourfold.step.sequence.attention_replay import (
@@ -41,7 +42,6 @@ from fourfold.step.sequence.attention_replay import (
 from fourfold.step.sequence.grad_sum_check import GradProjections
 from fourfold.step.sequence.grad_taps import GradTaps, shard_shape
 from fourfold.step.sequence.module_tracker import ModuleTracker
-from fourfold.step.sequence.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.step.sequence.shard_rows import (
     ShardMismatch,
     check_shard_rows,
@@ -50,9 +50,9 @@ from fourfold.step.sequence.shard_rows import (
     shard_rows,
 )
 from fourfold.step.sequence.token_shards import TokenShard, shard_tokens
-from fourfold.step.sequence.transformers import has_transformers_model, install_attention
 from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.step.tolerance import gradient_tolerance_of, is_close
+from fourfold.step.transformers_attention import has_transformers_model, install_attention
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
 SEED = 11

@@ -9,22 +9,22 @@ Law: the shards tile the sequence, and no pad reaches a loss or another token.
 B samples · L length · P padded length · l = P / sp
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.parts.sequence.document_mask import DocumentMask
-from fourfold.plan.sequence import SequenceSpec, TokenRanges
+from fourfold.plan.sequence import DP_INSTEAD, SequenceSpec, TokenRanges
 from fourfold.step.batch import POSITION_KEYS, find_positions, has_token_dim, unpack_batch
-from fourfold.step.sequence.sdpa_interception import AttentionCall
+from fourfold.step.sdpa_interception import AttentionCall
 from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.step.transformers_attention import has_transformers_model
 from fourfold.words.errors import Problem, TaskError
 
 POSITION_HELP = " or ".join(POSITION_KEYS)
-DP_INSTEAD = "sp = 1, with dp instead"
-"""What to try with a model whose tokens cannot be sharded."""
 
 
 class TokenShard(NamedTuple):
@@ -119,3 +119,13 @@ def mask_padding(call: AttentionCall, shard: TokenShard) -> Tensor | None:
     if mask.shape[-1] == shard.size:
         return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, float("-inf"))
     return mask
+
+
+def packed_problems(model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
+    """Refuse packed documents, which transformers recognizes by positions that restart."""
+    if not has_transformers_model(model) or inputs.get("attention_mask") is not None:
+        return []
+    if not bool((find_positions(inputs).diff(dim=1) != 1).any()):
+        return []
+    got = "sp > 1 and positions that restart within a sample (packed documents), for a transformers model"
+    return [Problem(got, "one document per sample, or attention_mask for padding", "position_ids = 0, 1, 2 …")]

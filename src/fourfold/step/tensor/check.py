@@ -10,15 +10,16 @@ from torch import nn
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.torch_private import is_compiled_function
 from fourfold.step.batch import num_samples, shorten, unpack_batch
+from fourfold.step.draw_slices import DrawSlices, FoundDraw
 from fourfold.step.proof.check_config import MemoryFit, find_memory_fit, fit_of_bytes
 from fourfold.step.proof.checks import Learned, Report, out_of_step_problem, raise_problems
 from fourfold.step.proof.grad_hook_check import treats_parts_alike
-from fourfold.step.sequence.transformers import install_attention
-from fourfold.step.tensor.draw_slices import DrawSlices, FoundDraw, slices_mismatch, with_slices_of_one_token
 from fourfold.step.tensor.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems
+from fourfold.step.tensor.split_randomness import slices_mismatch, with_slices_of_one_token
 from fourfold.step.tensor.tensor_axis import TensorAxis
 from fourfold.step.tensor_tree import tree_map
+from fourfold.step.transformers_attention import install_attention
 from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_SAMPLES = 2

@@ -20,6 +20,7 @@ from fourfold.parts.comm.tensor.checked import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_statistics import frozen_statistics
+from fourfold.step.draw_slices import FoundDraw
 from fourfold.step.model_call import call_model
 from fourfold.step.proof.backward import run_backward
 from fourfold.step.proof.check_config import CheckUnavailable, MemoryFit
@@ -29,7 +30,6 @@ from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.proof.grad_projections import NOISE_FLOOR
 from fourfold.step.proof.preserve_module import copy_tensor_attributes, preserve_module
 from fourfold.step.proof.random_weights import cast_real, copy_buffers, random_tiled
-from fourfold.step.tensor.draw_slices import FoundDraw
 from fourfold.step.tensor.drawn_weights import DrawnWeights, HeldWeights, WeightSource
 from fourfold.step.tensor.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.step.tensor.rule_problems import GradMismatch, RuleProblems, split_dims

@@ -7,10 +7,12 @@ the slices of a tensor would have equal masks: each rank draws others, by its sl
 done is refused.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -18,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.torch_private import DisableTorchFunction, is_in_backward
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.step import sdpa_interception
+from fourfold.step.draw_slices import DrawSlice, FoundDraw
 from fourfold.step.proof.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
-from fourfold.step.sequence import sdpa_interception
-from fourfold.step.tensor.draw_slices import DrawSlice, FoundDraw, find_slice
 from fourfold.step.tensor.module_trace import ModuleTrace, TensorPlace
 from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.tolerance import is_close
+from fourfold.words.errors import Problem
 
 COMPOSITES = {F.multi_head_attention_forward}
 """Whose dropouts are replaced inside of them."""
@@ -112,6 +115,46 @@ def _find(whole: Draw | None, local: Draw, place: TensorPlace, shards: Sequence[
     return None
 
 
+def find_slice(whole: Tensor, local: Tensor, place: TensorPlace, shards: Iterable[TensorShard]) -> DrawSlice | None:
+    """The slice of `whole` that `local` is. `shards`: those of the weights by which features may be split here.
+
+    Raises LookupError if it is no slice of one dim.
+    """
+    dims = [dim for dim in range(whole.dim()) if whole.dim() == local.dim() and whole.shape[dim] != local.shape[dim]]
+    if whole.shape == local.shape and is_close(whole, local):
+        return None
+    if len(dims) != 1:
+        raise LookupError
+    (dim,) = dims
+    if any(is_close(each, local) for each in place.token_parts(whole, local)):
+        return DrawSlice(whole.dim(), dim, ((place.number, place.number + 1),), is_of_tokens=True)
+    length, own = whole.shape[dim], local.shape[dim]
+    for fold in _divisors(math.gcd(length, own)):
+        full, part = (tensor.unflatten(dim, (fold, -1)) for tensor in (whole, local))
+        for ranges in _candidates(length // fold, own // fold, place, shards if fold == 1 else ()):
+            expected = torch.cat([full.narrow(dim + 1, start, stop - start) for start, stop in ranges], dim + 1)
+            if is_close(expected, part):
+                return DrawSlice(whole.dim(), dim, ranges, fold)
+    raise LookupError
+
+
+def _candidates(
+    length: int, own: int, place: TensorPlace, shards: Iterable[TensorShard]
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Ranges that a rank may have of `length` features, if it has `own`."""
+    if own and length % own == 0:
+        # An equal share; or the same one as other ranks, where there are fewer of them than ranks.
+        start = place.number * (length // own) // place.size * own
+        yield ((start, start + own),)
+    for shard in shards:
+        if shard.shape and shard.shape[shard.dim] == length and shard.local_shape[shard.dim] == own:
+            yield tuple((piece.start, piece.stop) for piece in shard.pieces)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
 def _what_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What a call draws for, in words; None: it draws nothing."""
     name = getattr(func, "__name__", "")
@@ -127,3 +170,26 @@ def _what_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
         p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
         return f"attention with dropout_p = {p:g}" if p > 0 and kwargs.get("training", True) else None
     return name if name in RANDOM_FUNCTION_NAMES else None
+
+
+def with_slices_of_one_token(by_rank: Sequence[Sequence[FoundDraw]]) -> list[list[FoundDraw]]:
+    """The draws of the tensor ranks of a place, of a dry run that may have had one token.
+
+    The first rank has all of it then, and takes its slice for a whole tensor; the others have none of it.
+    """
+    found = [list(draws) for draws in by_rank]
+    for number, (draw, *others) in enumerate(zip(*found, strict=False)):
+        parts = {None if other.part is None else other.part._replace(ranges=()) for other in others}
+        part = parts.pop() if len(parts) == 1 else None
+        if draw.part is None and part is not None and part.is_of_tokens:
+            found[0][number] = FoundDraw(draw.module, part._replace(ranges=((0, 1),)))
+    return found
+
+
+def slices_mismatch(by_rank: Sequence[Sequence[FoundDraw]]) -> Problem | None:
+    """What is wrong if the tensor ranks of a place do not all draw for whole tensors in the same calls."""
+    kinds = [[(draw.module, draw.part is None) for draw in draws] for draws in by_rank]
+    if all(each == kinds[0] for each in kinds):
+        return None
+    got = "tensor ranks with different draws of dropout, or with a whole tensor where others have a slice"
+    return Problem(got, "dropout at the same places on each of them", "dropout = 0, or tp = 1")

@@ -9,14 +9,13 @@ Law: outside `install_attention` a model attends as it is configured.
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from fourfold.step.batch import find_positions
-from fourfold.step.sequence import sdpa_interception
-from fourfold.step.sequence.token_shards import DP_INSTEAD
+from fourfold.plan.sequence import DP_INSTEAD
+from fourfold.step import sdpa_interception
 from fourfold.words.errors import Problem, TaskError
 
 ATTENTION_NAME = "fourfold"
@@ -55,16 +54,6 @@ def install_attention(model: nn.Module) -> Iterator[None]:
         _install_state.depth -= 1
         for config, implementation in before.values():
             config._attn_implementation_internal = implementation
-
-
-def packed_problems(model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
-    """Refuse packed documents, which transformers recognizes by positions that restart."""
-    if not has_transformers_model(model) or inputs.get("attention_mask") is not None:
-        return []
-    if not bool((find_positions(inputs).diff(dim=1) != 1).any()):
-        return []
-    got = "sp > 1 and positions that restart within a sample (packed documents), for a transformers model"
-    return [Problem(got, "one document per sample, or attention_mask for padding", "position_ids = 0, 1, 2 …")]
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
