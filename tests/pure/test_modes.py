@@ -26,6 +26,7 @@ CHOOSES_OR_REFUSES = {
 CHOSEN_ELSEWHERE = {
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
+    "sdpa_interception.py isinstance DocumentMask": "a mask that a user gives, and that attends by itself",
 }
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from fourfold.analysis.comparison import BUFFER, STATE, UNSAVED, WEIGHT, to_float64
 from fourfold.environment.world import World
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.user_optimizer import OptimizerSource
+from fourfold.parts.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.torch_private import DropoutBase, post_accumulate_hooks, tensor_hooks
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import num_samples, unpack_batch

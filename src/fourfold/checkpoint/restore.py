@@ -21,7 +21,7 @@ from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.generators import generators_of
-from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.parts.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.tensor_reader import ParameterState, TensorReader
 from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind

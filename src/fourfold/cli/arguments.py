@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.plan_word import PLAN_WORD
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
@@ -28,6 +27,7 @@ from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Settings
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 
 CALLBACK_WORD = "callback"
+PLAN_WORD = "plan"
 RULES_WORD = "tensor"
 PROGRAM_WORD = "program"
 MAX_PROGRAM_BYTES = 2**24

@@ -61,10 +61,10 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
+    from fourfold.cli.local_launch import launch_quietly
     from fourfold.cli.plan_calibrate import calibrate, format_calibrated
     from fourfold.cli.plan_machine import calibration_words
     from fourfold.cli.plan_question import task_words
-    from fourfold.cli.run_commands import launch_quietly
     from fourfold.launcher.process_defaults import default_num_processes
     from fourfold.plan.predict.calibration import task_key
 
@@ -190,9 +190,9 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
     from fourfold.analysis.plan_text import format_confirmed
+    from fourfold.cli.local_launch import launch_quietly
     from fourfold.cli.plan_question import task_words
     from fourfold.cli.plan_timing import measure_plans
-    from fourfold.cli.run_commands import launch_quietly
 
     if not (question.machine.is_here and question.is_task):
         got = f"confirm = {count}, for {question.task} on {question.machine.text}"

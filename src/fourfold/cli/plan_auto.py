@@ -14,7 +14,7 @@ from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
 from fourfold.cli.plan_progress import shown_progress
-from fourfold.cli.plan_question import Question, Questions, is_ask, pinned_fields
+from fourfold.cli.plan_question import Question, Questions, pinned_fields
 from fourfold.cli.plan_word import PLAN_AUTO, training_words
 from fourfold.environment.world import World
 from fourfold.plan.decide.decision import Decision
@@ -34,7 +34,9 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         attempt = f"fourfold plan with the same words and devices={world.size}, then its plan.toml"
         raise SettingError(Problem(got, need, attempt), where="the command line")
     others, words = training_words(words), [word for word in words if word != PLAN_AUTO]
-    arguments = PlanArguments(parse_plan_words([word for word in words if is_ask(word)]).ask, others=tuple(words))
+    arguments = PlanArguments(
+        parse_plan_words([word for word in words if settings_file.is_ask(word)]).ask, others=tuple(words)
+    )
     pinned = pinned_fields(settings_file.parse_command(words))
     ready = job.parse_job(others)
     kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)

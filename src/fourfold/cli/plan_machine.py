@@ -78,8 +78,8 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     words      name the task; source: its facts
     is_forced  measure although other processes are at work
     """
+    from fourfold.cli.local_launch import launch_quietly
     from fourfold.cli.plan_calibrate import calibrate, find_calibration, format_calibrated
-    from fourfold.cli.run_commands import launch_quietly
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
     from fourfold.plan.predict.calibration import CalibrationError, task_key
 

@@ -284,10 +284,4 @@ def _ask_of_file(name: str | None) -> Ask:
 def task_words(arguments: PlanArguments) -> list[str]:
     """The words that name the task and its arguments, without those of the ask."""
     mine = (*FIELDS, *STRATEGY_WORDS)
-    return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]
-
-
-def is_ask(word: str) -> bool:
-    """Whether a word is the name of an ask, and not of a settings file."""
-    is_file = word.endswith(".toml") or word.startswith(RECIPE_PREFIX)
-    return word.startswith(ASK_PREFIX) or (is_file and settings_file.read_settings_file(word) is None)
+    return [word for word in arguments.others if word.partition("=")[0] not in mine and not settings_file.is_ask(word)]

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from fourfold.cli.arguments import PLAN_WORD
 from fourfold.words.errors import Problem, SettingError
 
-PLAN_WORD, AUTO = "plan", "auto"
+AUTO = "auto"
 PLAN_AUTO = f"{PLAN_WORD}={AUTO}"
 
 
@@ -23,6 +24,6 @@ def training_words(words: Sequence[str]) -> list[str]:
     """The words of a training without those that only the planner reads."""
     if not wants_plan(words):
         return list(words)
-    from fourfold.cli.plan_question import is_ask
+    from fourfold.cli.settings_file import is_ask
 
     return [word for word in words if word.partition("=")[2] != AUTO and not is_ask(word)]

@@ -5,21 +5,18 @@ Law: a single rank runs in this process; several processes start only after ever
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import forking, plan_word, sigint
+from fourfold.cli.local_launch import launch, print_error
 from fourfold.cli.output import print_text
 from fourfold.environment import early_sigterm
-from fourfold.environment.imports import collection_paused
-from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.terminal_text import escape_controls
 from fourfold.words.text_table import align_columns
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 VERIFY_STEPS = 3
-SHOW_CURSOR = "\x1b[?25h"
 
 
 def train(words: Sequence[str], processes: str | None) -> int:
@@ -76,7 +72,7 @@ def _launch_run(run: "_CheckedRun", *, is_forked: bool = False) -> int:
     if run.is_finished:
         return 0
     command = ["-m", "fourfold.cli.rank_main", *run.words]
-    return _launch(command, run.num_processes, _supervision_policy(run), is_forked=is_forked)
+    return launch(command, run.num_processes, _supervision_policy(run), is_forked=is_forked)
 
 
 def _becomes_forking_launcher(num_processes: int | None) -> bool:
@@ -131,14 +127,14 @@ def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
         try:
             fault_log.append_fault(folder, fault)
         except OSError as error:  # a full disk, say
-            _print_error(f"{fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
+            print_error(f"{fault_log.FAULTS_FILE} could not be written: {os_error_text(error)}")
 
     return SupervisionPolicy(
         max_restarts=ready.restarts,
         has_heartbeat=True,
         hang_seconds=ready.hang_seconds,
         save_seconds=stop_seconds(),
-        notify=_print_error,
+        notify=print_error,
         record_fault=record_fault,
         run_dir=Path(ready.run_dir),
     )
@@ -219,10 +215,10 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         early_sigterm.restore()
         run_program(command)
         return 0
-    return _launch(
+    return launch(
         command,
         num_processes,
-        SupervisionPolicy(max_restarts=int(restarts), save_seconds=stop_seconds(), notify=_print_error),
+        SupervisionPolicy(max_restarts=int(restarts), save_seconds=stop_seconds(), notify=print_error),
     )
 
 
@@ -295,17 +291,17 @@ def verify(words: Sequence[str], processes: str | None) -> int:
         check_verifiable(plan)
         return job.prepare_job(words, num_processes=required, has_run_dir=False)
 
-    command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=_print_error)
+    command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=print_error)
     if world is None and _becomes_forking_launcher(job.planned_size(words, required)):
         checked = forking.run_in_copy(lambda: {"num_processes": check().num_processes})
-        return checked if isinstance(checked, int) else _launch(command, **checked, policy=policy, is_forked=True)
+        return checked if isinstance(checked, int) else launch(command, **checked, policy=policy, is_forked=True)
     ready = check()
     if world is not None or ready.num_processes == 1:
         from fourfold.cli import verify
 
         verify.verify(ready, world)
         return 0
-    return _launch(command, ready.num_processes, policy)
+    return launch(command, ready.num_processes, policy)
 
 
 def report(words: Sequence[str]) -> int:
@@ -317,34 +313,3 @@ def report(words: Sequence[str]) -> int:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
     print_text(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])))
     return 0
-
-
-def launch_quietly(command: Sequence[str], num_processes: int) -> int:
-    """Run a command in so many processes, without restarts; returns the exit code."""
-    from fourfold.launcher.restart_policy import SupervisionPolicy
-
-    return _launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=_print_error))
-
-
-def _launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
-    with collection_paused():
-        from fourfold.launcher.local_job import launch
-        from fourfold.launcher.rank_start import fork_rank, spawn_rank
-
-    sigint.restore_and_raise()
-    start_rank = fork_rank if is_forked else spawn_rank
-    outcome = launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
-    if outcome.text:
-        _print_error(outcome.text)
-    return outcome.exit_code
-
-
-def _print_error(text: str) -> None:
-    """Report the end of ranks, or a fault after which the job goes on."""
-    if sys.stdout.isatty():
-        try:
-            # With the new line: a rank that was killed may have left half a progress line.
-            print(SHOW_CURSOR, flush=True)
-        except OSError:  # the terminal is gone
-            redirect_to_null(sys.stdout)
-    print_stderr(f"fourfold: {escape_controls(text)}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fourfold.cli import arguments
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
+from fourfold.plan.decide.asks import ASK_PREFIX
 from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
@@ -273,3 +274,9 @@ def _format(key: str, value: Any) -> str:
     except ValueError:  # a table, or a date
         text = f"{key} = a {'table' if isinstance(value, dict) else type(value).__name__}"
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
+
+
+def is_ask(word: str) -> bool:
+    """Whether a word is the name of an ask, and not of a settings file."""
+    is_file = word.endswith(".toml") or word.startswith(RECIPE_PREFIX)
+    return word.startswith(ASK_PREFIX) or (is_file and read_settings_file(word) is None)

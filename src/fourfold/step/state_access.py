@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.parts.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
 from fourfold.step.digests.weights import BUFFERS, FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor

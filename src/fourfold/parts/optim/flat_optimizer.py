@@ -22,9 +22,9 @@ from fourfold.parts.optim.layerwise import (
     begin_update,
     finish_update,
 )
-from fourfold.parts.optim.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.optim.update_slices import UpdateSlice
 from fourfold.parts.optim.user_optimizer import is_layerwise
+from fourfold.parts.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.parts.tensor_reader import ParameterState
 from fourfold.parts.torch_private import mark_step_called, step_without_wrappers
 from fourfold.plan.data.buckets import Bucket

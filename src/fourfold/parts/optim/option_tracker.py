@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fourfold.parts.optim.option_text import (
+from fourfold.parts.option_text import (
     ABSENT,
     ELLIPSIS,
     EQUALS,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.optim.option_text import describe_options
 from fourfold.parts.optim.user_optimizer import group_indices
+from fourfold.parts.option_text import describe_options
 from fourfold.plan.plan import Plan
 from fourfold.step.batch import named_values
 from fourfold.step.digests.structure import function_items, hook_items, model_items

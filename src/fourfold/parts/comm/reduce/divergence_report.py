@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from fourfold.parts.optim.option_text import ABSENT, parse_options
+from fourfold.parts.option_text import ABSENT, parse_options
 from fourfold.words.errors import DivergenceError, Problem
 from fourfold.words.rank_groups import format_groups
 
