@@ -25,7 +25,7 @@ from fourfold.parts.comm.tensor import process_group
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.tensor.products import RowProduct
+from fourfold.parts.tensor.split_region import RowProduct
 
 SHARED, BUFFER, GLOO = "shared memory", "from the buffer", "gloo"
 

@@ -206,7 +206,7 @@ AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 MAY_NAME_PRIVATE = {
     "parts/torch_private.py": "test_torch_private.py",
     "parts/torch_dispatch.py": "test_torch_dispatch.py",
-    "parts/comm/named_process_group.py": "test_process_group_private.py",
+    "parts/comm/process_group_lifecycle.py": "test_process_group_private.py",
     "step/transformers_attention.py": "test_transformers_private.py",
     "checkpoint/pretrained_names.py": "test_transformers_private.py",
     "launcher/agent.py": "test_torchelastic_private.py",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibrated_prices import CalibratedPrices, operation_factors
+from fourfold.plan.predict.calibrated_prices import CalibratedPrices, operation_factors, operation_seconds
 from fourfold.plan.predict.calibration import (
     Calibration,
     CalibrationError,
@@ -28,7 +28,6 @@ from fourfold.plan.predict.calibration import (
 )
 from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import Operation, OperationKind, SegmentFacts
-from fourfold.plan.predict.operation_seconds import operation_seconds
 from fourfold.plan.predict.prices import GroupShape
 from fourfold.words.layout import Change
 from tests.planner_cases import ChainFacts

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.decide.ask import Ask
 from fourfold.plan.decide.decide import decide
-from fourfold.plan.decide.unequal import host_order, places_of
+from fourfold.plan.decide.step_pricing import host_order, places_of
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of

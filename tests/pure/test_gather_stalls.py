@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
+from fourfold.plan.predict.action_costs import GatherStalls
 from fourfold.plan.predict.cluster import topology_of
 from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gather_stalls import GatherStalls
 from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape

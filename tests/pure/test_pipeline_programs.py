@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.checker import program_problems, read_written
-from fourfold.plan.pipeline.rendezvous import as_entries, buffered_deadlock_problems, deadlock_problems, fuse_exchanges
+from fourfold.plan.pipeline.checker import (
+    as_entries,
+    buffered_deadlock_problems,
+    deadlock_problems,
+    fuse_exchanges,
+    program_problems,
+    read_written,
+)
 from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
 from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
 from fourfold.plan.pipeline.spec import PipelineSpec

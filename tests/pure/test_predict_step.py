@@ -21,9 +21,7 @@ from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
 from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.steady_step import number_step
-from fourfold.plan.predict.step import predict_step
-from fourfold.plan.predict.use_orders import predicted_record
+from fourfold.plan.predict.step import number_step, predict_step, predicted_record
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.topology import Topology
 from fourfold.plan.update_spec import UpdateSpec

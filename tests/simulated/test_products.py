@@ -9,8 +9,7 @@ from torch import Tensor
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor import process_group
 from fourfold.parts.comm.tensor_groups import make_tensor_group
-from fourfold.parts.tensor.products import RowProduct
-from fourfold.parts.tensor.split_region import SplitRegion, origins
+from fourfold.parts.tensor.split_region import RowProduct, SplitRegion, origins
 from fourfold.testing import threads
 
 FEATURES, OUT = 6, 8

@@ -26,8 +26,7 @@ from fourfold.analysis.verify import verify
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
-from fourfold.parts.optim.lr_scheduler import SteppedScheduler
-from fourfold.parts.optim.state_json import NotJsonError, from_json, to_json
+from fourfold.parts.optim.lr_scheduler import NotJsonError, SteppedScheduler, from_json, to_json
 from fourfold.plan.scheduler_state import TAGS
 from fourfold.testing import threads
 from fourfold.words.errors import CheckpointError, FourfoldError, SettingError

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.shared_memory.unshard_staging import HostUnshardStaging, StagingFlags
+from fourfold.parts.comm.reduce.shared_memory.host_transport import HostUnshardStaging, StagingFlags
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.data.sharded_params import ShardedParams
 from fourfold.parts.data.weight_storage import ShardedWeights

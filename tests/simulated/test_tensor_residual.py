@@ -14,8 +14,7 @@ import fourfold as ff
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.single_rank import SingleRankTensorGroup
 from fourfold.parts.tensor.layers import RowLinear, split_layer
-from fourfold.parts.tensor.split_region import SplitRegion
-from fourfold.parts.tensor.token_collectives import LeaveTokens
+from fourfold.parts.tensor.split_region import LeaveTokens, SplitRegion
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard

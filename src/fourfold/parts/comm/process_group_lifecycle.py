@@ -3,11 +3,16 @@
 registry  a communicator's groups; users ask it for a group at every use, and keep none
 name      members of a group meet under it in the world's store: its purpose, its ranks, and how often it was made
 orphaned  the groups of a registry that no longer exists
-Law: only the members of a group make it, so teams without a common rank never wait for each other. Ranks that have
-several groups in common make these in one order.
+Law: only the members of a group make it, and wait for each other only, whatever groups other ranks have or make. Ranks
+that have several groups in common make these in one order.
 Law: all groups are destroyed before the interpreter shuts down: orphaned ones at the next join, all others at exit.
 
 A gloo thread that frees a tensor during interpreter shutdown aborts the process, after all has gone well.
+
+torch's `new_group` is collective among all ranks of the world, or with `use_local_synchronization` names a group by the
+number of groups that a process has: this differs between ranks, and then members wait for each other forever. The
+private names are those that `new_group` itself calls; `tests/simulated/test_process_group_private.py` says what they
+must do.
 """
 
 import atexit
@@ -22,11 +27,46 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from fourfold.environment.standard_streams import flush_streams, print_stderr
 from fourfold.parts.comm import rendezvous_store
-from fourfold.parts.comm.named_process_group import make_process_group
 from fourfold.words.errors import TrainingError
+
+# ---- named process group -------------------------------------------------------------------------------------------
+
+c10d: Any = distributed_c10d
+
+
+def make_process_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A process group of these global ranks, with the world's backend and store. Collective among them.
+
+    `name` must be the same on every member, and new in this world.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    config, store = c10d._world.pg_map[world]
+    backend, members = c10d.Backend(config), sorted(ranks)
+    # With a bound device NCCL would split the world's communicator, and that is collective among all ranks.
+    bound_device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(world.rank()),
+            members,
+            backend,
+            store,
+            name,
+            timeout=c10d._get_default_timeout(backend),
+        )
+    finally:
+        world.bound_device_id = bound_device
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    return group
+
+
+# ---- process group lifecycle ---------------------------------------------------------------------------------------
+
 
 # Destroying a group waits for its collectives, and an abandoned one may never end.
 DESTROY_TIMEOUT_SECONDS = 5.0

@@ -1,13 +1,17 @@
 """Gradient buckets: gradients are copied from autograd into slots, and complete buckets are reduced.
 
-slot      a parameter's place in the gradient buffer of its bucket
+slot      a parameter's place in the gradient buffer of its bucket, [start, stop)
 complete  a bucket whose parameters all have their gradient of the round; it may be launched
 waiting   a gradient that stays in `.grad` because the buffer still holds the gradient of another bucket
 Law: when a bucket is launched, each of its slots is written or zero, and no rank reads what the buffer held before.
+Law: a gradient is copied once, from where autograd allocates it, and that memory is freed at once.
 """
 
+import itertools
+import sys
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.meter import CommMeter
@@ -15,15 +19,91 @@ from fourfold.parts.comm.reduce.protocol import GradReducer
 from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import (
     check_all_reached,
+    check_dense,
     raise_grad_cleared,
     raise_grad_has_graph,
     raise_grad_written,
     raise_second_grad,
 )
-from fourfold.parts.data.grad_slots import GradSlots
+from fourfold.parts.memory_order import shaped
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
+
+# ---- gradient slots ------------------------------------------------------------------------------------------------
+
+
+class GradSlots:
+    """The slots of all parameters, numbered by bucket and slot."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], buffers: Sequence[Tensor]
+    ) -> None:
+        """`buffers` are the gradient buffers by bucket."""
+        self.names = [slot.name for bucket in buckets for slot in bucket.slots]
+        self.parameters = [parameters[name] for name in self.names]
+        self._paddings = [buffers[bucket.index][bucket.slots[-1].stop :] for bucket in buckets]
+        self._first_param = list(itertools.accumulate((len(bucket.slots) for bucket in buckets), initial=0))
+        self._flats = [buffers[bucket.index][slot.start : slot.stop] for bucket in buckets for slot in bucket.slots]
+        self.views = [shaped(flat, parameter) for flat, parameter in zip(self._flats, self.parameters, strict=True)]
+        # Counted with the same expression as in `copy_referenced_views`, which adds references of its own.
+        self._num_view_refs = [sys.getrefcount(self.views[index]) for index in range(len(self.views))]
+        self.written = [False] * len(self.names)
+        """By parameter: whether its slot holds a gradient of this round."""
+
+    def begin_round(self) -> None:
+        """Begin a round: no slot is written."""
+        self.written = [False] * len(self.names)
+
+    def store(self, param_index: int) -> None:
+        """Copy a gradient into its slot, or add it to those of earlier microbatches."""
+        parameter, view = self.parameters[param_index], self.views[param_index]
+        gradient = parameter.grad
+        assert gradient is not None
+        check_dense(gradient, self.names[param_index])
+        if self.written[param_index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.written[param_index] = True
+        # Free what autograd allocated before it makes the next gradient.
+        parameter.grad = None
+
+    def zero_padding(self, bucket: int) -> None:
+        """Zero what lies behind the last slot: another bucket's gradient may be there, and a norm would count it."""
+        self._paddings[bucket].zero_()
+
+    def zero_unwritten(self, bucket: int) -> None:
+        """Zero the slots of a bucket that hold no gradient."""
+        for index in range(self._first_param[bucket], self._first_param[bucket + 1]):
+            if not self.written[index]:
+                self.views[index].zero_()
+
+    @torch.no_grad()
+    def copy_referenced_views(self) -> None:
+        """Before slots are written: if the user still holds a view that was in `.grad`, turn it into a copy.
+
+        torch's own gradients behave like that: where `.grad` was None they are new tensors. A view that the user has
+        given other memory (`p.grad.data = …`, `model.float()`) is one already.
+        """
+        for index in range(len(self.views)):
+            if self.views[index].data_ptr() != self._flats[index].data_ptr():
+                self.views[index] = shaped(self._flats[index], self.parameters[index])
+                continue
+            if sys.getrefcount(self.views[index]) == self._num_view_refs[index]:
+                continue
+            view = self.views[index]
+            if self.parameters[index].grad is not view:
+                self.views[index] = view.view(view.shape)
+                view.data = view.clone()
+
+    def drop_grads(self) -> None:
+        """Drop what is in `.grad`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+# ---- gradient buckets ----------------------------------------------------------------------------------------------
 
 
 class GradBuckets:

@@ -1,18 +1,22 @@
 """Ring attention: each rank keeps its queries; keys and values of all ranks pass by, block after block.
 
-forward   merges the attention to each block (`online_softmax.py`)
+block     with a ring, the keys and values of one rank, one after the other; with "gather", all of them at once
+forward   merges the attention to each block (online softmax)
+weight    a block's part of the sum of exponentials, σ(lse of the block − lse so far)
 backward  takes output and log-sum-exp over all keys, which give each block's exact part of the gradients
-B batch · H query heads · G key and value heads · l tokens of a rank · L = l · ring size · K, V head sizes
-Law: K and V travel in one message, in forward and again in backward; dK and dV travel behind them and end at their
-owner. That is 6 (N−1) · B · H · L/N elements for a layer of hidden size H on N ranks, and no rank holds the scores of
-a full row.
+Law: K, V and the key mask travel in one flat message, in forward and again in backward; dK and dV travel behind them
+and end at their owner. That is 6 (N−1) · B · H · L/N elements for a layer of hidden size H on N ranks, and no rank
+holds the scores of a full row. The sum of exponentials itself is never formed, so no score overflows, however large.
+
+B batch · H query heads · G key and value heads · l tokens of a rank · L = l · ring size · c tokens of a block ·
+K, V head sizes
 
 Sources: Ring Attention (arXiv 2310.01889); the order "zigzag" as in ring-flash-attention; "gather" as in Llama 3
 (arXiv 2407.21783, 3.3.2).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -25,11 +29,110 @@ from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.recompute import kept
 from fourfold.parts.sequence import kernels, masks
 from fourfold.parts.sequence.dropout import DropoutMask
-from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals, compute_dtype
-from fourfold.parts.sequence.kv_blocks import KVBlock, iterate_kv_blocks, ranges_in_order, unpack_kv
-from fourfold.parts.sequence.online_softmax import OnlineSoftmax
+from fourfold.parts.sequence.kernels import AttentionBlock, BlockOutput, SoftmaxTotals, compute_dtype
 from fourfold.parts.sequence.ring_call import RingCall, SampleTile
-from fourfold.plan.sequence import Tile, TokenRange
+from fourfold.plan.sequence import Tile, TokenRange, TokenRanges
+
+# ---- online softmax ------------------------------------------------------------------------------------------------
+
+
+class OnlineSoftmax:
+    """Attention of a rank's queries to the keys seen so far: out [B, H, l, V] and lse [B, H, l]."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, accumulation_dtype(dtype), device
+        self._output: BlockOutput | None = None
+
+    def merge(self, block: BlockOutput, samples: slice, queries: TokenRange) -> None:
+        """Merge the output of a block of the queries [start, stop) of some samples."""
+        start, stop = queries
+        block = BlockOutput(block.out.to(self._dtype), block.lse.to(self._dtype))
+        if self._output is None and block.lse.shape == self._shape[:-1]:
+            self._output = block
+            return
+        out, lse = self.out[samples, :, start:stop], self.lse[samples, :, start:stop]
+        total = torch.logaddexp(lse, block.lse)
+        # A query that attends to nothing in this block has weight 0 here, even if it has attended to nothing so far.
+        weight = (block.lse - total).exp_().masked_fill_(block.lse == -inf, 0.0)
+        out.lerp_(block.out, weight[..., None])
+        lse.copy_(total)
+
+    @property
+    def out(self) -> Tensor:
+        return self._get_output().out
+
+    @property
+    def lse(self) -> Tensor:
+        return self._get_output().lse
+
+    def _get_output(self) -> BlockOutput:
+        if self._output is None:
+            out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._output = BlockOutput(out, torch.full(self._shape[:-1], -inf, dtype=self._dtype, device=self._device))
+        return self._output
+
+
+# ---- kv blocks -----------------------------------------------------------------------------------------------------
+
+
+class KVBlock(NamedTuple):
+    """Keys k [B, G, c, K] and values v [B, G, c, V] of some token ranges, and the mask of these keys."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    token_ranges: TokenRanges
+
+
+def iterate_kv_blocks(k: Tensor, v: Tensor, key_mask: Tensor | None, call: RingCall) -> Iterator[tuple[int, KVBlock]]:
+    """The blocks that this rank attends to, each with the ring index of its owner."""
+    parts = [k, v] if key_mask is None else [k, v, key_mask]
+    if call.gathers_kv:
+        blocks = [
+            unpack_kv(flat, parts, ranges)
+            for flat, ranges in zip(call.group.all_gather(parts), call.ranges_by_index, strict=True)
+        ]
+        yield call.group.index, _concat_kv(blocks)
+        return
+    for owner, flat in call.group.iterate_blocks(parts):
+        yield owner, unpack_kv(flat, parts, call.ranges_by_index[owner])
+
+
+def unpack_kv(flat: Tensor, parts: Sequence[Tensor], ranges: TokenRanges) -> KVBlock:
+    """Views of a flat message in the shapes of `parts`."""
+    views, start = [], 0
+    for part in parts:
+        views.append(flat[start : start + part.numel()].view(part.shape))
+        start += part.numel()
+    return KVBlock(views[0], views[1], views[2] if len(views) > 2 else None, ranges)
+
+
+def _concat_kv(blocks: Sequence[KVBlock]) -> KVBlock:
+    """All keys and values in the order of the full sequence."""
+    order = ranges_in_order([block.token_ranges for block in blocks])
+    k, v = (
+        torch.cat([tensors[index][:, :, start:stop] for index, (start, stop) in order], dim=2)
+        for tensors in ([block.k for block in blocks], [block.v for block in blocks])
+    )
+    key_masks = [block.mask for block in blocks if block.mask is not None]
+    mask = None
+    if key_masks:
+        mask = torch.cat([key_masks[index][..., start:stop] for index, (start, stop) in order], dim=-1)
+    return KVBlock(k, v, mask, tuple(sorted(each for block in blocks for each in block.token_ranges)))
+
+
+def ranges_in_order(ranges_by_index: Sequence[TokenRanges]) -> list[tuple[int, TokenRange]]:
+    """(ring index, [start, stop) among its local tokens) of every range, in the order of the full sequence."""
+    found = []
+    for index, ranges in enumerate(ranges_by_index):
+        num_before = 0
+        for start, stop in ranges:
+            found.append((start, (index, (num_before, num_before + stop - start))))
+            num_before += stop - start
+    return [local_range for _, local_range in sorted(found)]
+
+
+# ---- ring attention ------------------------------------------------------------------------------------------------
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:

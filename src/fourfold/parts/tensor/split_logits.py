@@ -1,27 +1,34 @@
 """Split logits: the logits of a head that is split by vocabulary, gathered only where all of them are needed.
 
+factor  what a target's loss is multiplied by in the sum: its class weight, and for a mean 1 / the sum of all weights
 Law: every use gives what it gives for the whole logits, and the same gradients. What leaves the classes alone, such as
 a slice of the tokens, makes split logits; cross entropy is computed of each rank's; any other use, also one that torch
-passes to no tensor class, is of the whole logits (`logits_source.py`, `split_operations.py`).
+passes to no tensor class, is of the whole logits (`logits_source.py`).
+Law: the value of a loss, its dtype and its gradients are those of `torch.nn.functional.cross_entropy` of the whole
+logits; in the graph it is one node, as torch's is, so what it divides by is not taken for a division of the user's.
 
 The tensor itself has no memory, so no kernel can read it. It has a place in autograd's graph, for what torch does not
 pass to tensor classes, such as the arguments of an `autograd.Function`.
 
+N rows · V classes
+
 Source: torch's protocols for subclasses, "Extending PyTorch" in its docs; Megatron-LM (arXiv 1909.08053), section 3.
 """
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import GetSetDescriptorType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.parts.tensor.cross_entropy import Vocabulary
+from fourfold.parts.tensor.cross_entropy import Vocabulary, cross_entropy, split_cross_entropy
 from fourfold.parts.tensor.logits_source import Source, gather_classes
-from fourfold.parts.tensor.split_operations import SPLIT_OPERATIONS
 from fourfold.parts.torch_private import (
     DisableTorchFunctionSubclass,
     are_transforms_active,
@@ -32,6 +39,174 @@ from fourfold.parts.torch_private import (
     written_arguments,
 )
 from fourfold.words.errors import Problem, TaskError
+
+# ---- class loss ----------------------------------------------------------------------------------------------------
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def split_class_loss(
+    local: Tensor, vocabulary: Vocabulary, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """`F.cross_entropy(logits, *args, **kwargs)`, of whose logits [N, V] or [V] of this dtype `local` is here.
+
+    None: it cannot be computed of split logits, or the arguments are wrong. Else collective.
+    """
+    given = _SIGNATURE.bind(local, *args, **kwargs)
+    given.apply_defaults()
+    options: dict[str, Any] = given.arguments
+    target, weight, smoothing = options["target"], options["weight"], options["label_smoothing"]
+    if not _is_supported(local, vocabulary, options):
+        return None
+    ignore_index = options["ignore_index"]
+    losses = split_cross_entropy(local, target, vocabulary, ignore_index=ignore_index, label_smoothing=smoothing)
+    dtype = _result_dtype(dtype, local.device)
+    is_counted = target != ignore_index
+    factor = is_counted.to(losses.dtype)
+    if weight is not None:
+        factor = factor * weight.detach().to(losses.dtype)[target.where(is_counted, 0)]
+    if options["reduction"] == "none":
+        return (losses if weight is None else losses * factor).to(dtype)
+    if options["reduction"] == "mean":
+        factor = factor / factor.sum()
+    return _WeightedSum.apply(losses, factor, dtype)
+
+
+def _is_supported(local: Tensor, vocabulary: Vocabulary, options: dict[str, Any]) -> bool:
+    target, weight, smoothing = options["target"], options["weight"], options["label_smoothing"]
+    if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.device != local.device:
+        return False
+    # Of more dims the second one counts the classes.
+    if local.dim() not in (1, 2) or local.shape[:-1] != target.shape or not 0 <= smoothing <= 1:
+        return False
+    if weight is not None and (
+        smoothing or weight.requires_grad or weight.shape != (vocabulary.num_classes,) or weight.device != local.device
+    ):
+        return False
+    return options["reduction"] in REDUCTIONS and options["size_average"] is None and options["reduce"] is None
+
+
+def _result_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of torch's loss of logits of this dtype, which autocast may change."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return dtype
+    return F.cross_entropy(
+        torch.zeros(1, 1, dtype=dtype, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    ).dtype
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Losses -> their sum, each times its factor, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(factor)
+        return (losses * factor).sum().to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (factor,) = ctx.saved_tensors
+        return grads[0].to(factor.dtype) * factor, None, None
+
+
+# ---- split operations ----------------------------------------------------------------------------------------------
+
+
+Operation = Callable[[Any, Source, tuple[Any, ...], dict[str, Any]], Source | Tensor | None]
+
+
+def _index(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Source | None:
+    (index,) = copy.deepcopy(args)  # the whole logits may be indexed later
+    if not _leaves_classes(index if isinstance(index, tuple) else (index,), len(source.shape)):
+        return None
+    return source.derive(source.local[index], lambda whole: whole[index])
+
+
+def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
+    """Whether an index takes all of the last dim, and leaves it the last one."""
+    sizes = [_num_indexed(each) for each in index]
+    if None in sizes:
+        return False
+    has_ellipsis = any(each is Ellipsis for each in index)
+    num_indexed = sum(size for size in sizes if size is not None)
+    if num_indexed < num_dims and not (has_ellipsis and index[-1] is not Ellipsis):
+        return True
+    return isinstance(index[-1], slice) and index[-1] == slice(None)
+
+
+def _num_indexed(part: Any) -> int | None:
+    """How many dims a part of an index indexes; None: not known."""
+    if part is None or part is Ellipsis:
+        return 0
+    if isinstance(part, slice) or type(part) is int:
+        return 1
+    if isinstance(part, list) and all(type(each) is int for each in part):
+        return 1
+    if isinstance(part, Tensor):
+        return part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
+    return None
+
+
+def _reshape(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Source | None:
+    like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    found = func(like, *args, **kwargs)
+    if found.dtype != source.dtype or not found.dim() or found.shape[-1] != source.shape[-1]:
+        return None
+    reshape = Tensor.view if func is Tensor.view else Tensor.reshape
+    local = reshape(source.local, *found.shape[:-1], source.local.shape[-1])
+    return source.derive(local, lambda whole: reshape(whole, *found.shape))
+
+
+def _cast(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Source | None:
+    if kwargs.get("memory_format") is not None:
+        return None
+    found = func(source.local.new_empty(0, dtype=source.dtype), *args, **kwargs)
+    if not found.is_floating_point() or found.device != source.local.device:
+        return None
+    # A loss computes in float32 anyway: half precision needs no wider copy.
+    stays_narrow = found.dtype == torch.float32 and source.local.dtype in (torch.float16, torch.bfloat16)
+    local = source.local.contiguous() if stays_narrow else func(source.wide_local, *args, **kwargs)
+    return source.derive(local, lambda whole: func(whole, *args, **kwargs), found.dtype)
+
+
+def _elementwise(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Source | None:
+    if kwargs or not all(type(each) in (int, float) for each in args):
+        return None
+    return source.derive(func(source.wide_local, *args), lambda whole: func(whole, *args))
+
+
+def _cross_entropy(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (targets,) = args
+    losses = split_cross_entropy(source.local, targets, source.vocabulary, **kwargs)
+    source.family.has_split_loss = True
+    return losses.to(torch.promote_types(source.dtype, torch.float32))
+
+
+def _torch_cross_entropy(func: Any, source: Source, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    loss = split_class_loss(source.local, source.vocabulary, source.dtype, args, kwargs)
+    source.family.has_split_loss |= loss is not None
+    return loss
+
+
+_CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous)
+_ELEMENTWISE = (
+    *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul),
+    *(Tensor.div, Tensor.__truediv__, torch.div),
+    *(Tensor.tanh, torch.tanh),
+)
+SPLIT_OPERATIONS: Mapping[Any, Operation] = {
+    Tensor.__getitem__: _index,
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshape),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    cross_entropy: _cross_entropy,
+    F.cross_entropy: _torch_cross_entropy,
+}
+"""By function: what takes the function, the source of its first argument, and the other arguments."""
+
+
+# ---- split logits --------------------------------------------------------------------------------------------------
 
 
 class SplitLogits(Tensor):

@@ -3,37 +3,320 @@
 enter    the whole tensor, at the entry of a region: its gradients on the ranks are addends, and are summed in backward
 leave    the ranks' partial outputs, at the end of a region: they are summed in forward
 partial  a weight that all ranks hold and that works on split activations: its gradients are addends too
-rows     this rank's tokens of a hidden tensor, where residuals are split (`plan/tensor_residual.py`)
+column   output features are split; in backward the gradient of the input is summed while that of the weight is computed
+row      input features are split; in forward the product is computed where the other ranks read it, and summed; where
+         sums travel, chunk by chunk
+tokens   the second-last dim of a tensor; a rank's are one range of it, the last ranks' are fewer, or none
+rows     the part of a tensor that has this rank's tokens, where residuals are split (`plan/tensor_residual.py`)
+whole    the tensor with all tokens
 Law: outside of regions all ranks compute the same, bit for bit; a tensor is entered once, however many layers use it.
+Values and gradients of a layer are those of `F.linear`, with the sums of the region.
+Law: collectives are padded to equal ranges, so ranks call the same; what they return is not padded.
 
-Source: Megatron-LM (arXiv 1909.08053), where `enter` is f and `leave` is g.
+R rows · N out features · F in features, of which the split ones are those here
+
+Sources: Megatron-LM (arXiv 1909.08053), where `enter` is f and `leave` is g; the overlap in backward is that of its
+`LinearWithGradAccumulationAndAsyncCommunication`; its sequence parallelism (Korthikanti et al., arXiv 2205.05198),
+where `SplitTokens` and `EnterTokens` end in g-bar, and a whole input of column layers is gathered again in backward.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.deferred_grads import deferral_of
+from fourfold.parts.dtypes import autocast_device
 from fourfold.parts.recompute import is_keeping, kept
-from fourfold.parts.tensor.products import ColumnProduct, InputUses, RowProduct
-from fourfold.parts.tensor.token_collectives import (
-    EnterTokens,
-    GatheredTokens,
-    GatherTokens,
-    LeaveTokens,
-    LinearOfTokens,
-    SplitTokens,
-    TokenCount,
-    token_range,
-)
-from fourfold.parts.torch_private import Node, version_of
+from fourfold.parts.torch_private import Node, is_in_backward, version_of
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.words.errors import Problem, TaskError
+
+# ---- token collectives ---------------------------------------------------------------------------------------------
+
+
+class TokenCount:
+    """How many tokens the whole hidden tensor has in the forward, or the backward, that runs now; None: in neither.
+
+    Rows do not tell it. Backward sets it too: the second forward of a checkpoint asks for it.
+    """
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+
+    def end(self) -> None:
+        """The end of a forward."""
+        self.value = None
+
+    def resume(self, rows: Tensor, group: TensorGroup) -> None:
+        """Where a checkpoint runs the end of a forward for the second time: the ranks count their rows. Collective.
+
+        A reentrant one does so before anything of this forward's graph has run, and other forwards may have had
+        other lengths.
+        """
+        if self.value is None and is_in_backward():
+            own = torch.tensor([rows.shape[-2]], device=rows.device)
+            self.value = int(group.all_gather(own, 0).sum())
+
+
+def token_range(length: int, group: TensorGroup) -> tuple[int, int]:
+    """The tokens [start, stop) of this rank."""
+    ((start, stop, _, _),) = TensorShard.even((length,), 0, group.index, group.size).pieces
+    return start, stop
+
+
+def own_rows(whole: Tensor, group: TensorGroup) -> Tensor:
+    """This rank's tokens: a copy, so that the whole tensor can be freed."""
+    start, stop = token_range(whole.shape[-2], group)
+    return whole[..., start:stop, :].clone(memory_format=torch.contiguous_format)
+
+
+def gather_rows(rows: Tensor, length: int, group: TensorGroup) -> Tensor:
+    """All `length` tokens, of the ranks' rows."""
+    padded = _pad_tokens(rows.detach(), -(-length // group.size))
+    whole = group.all_gather(padded, padded.ndim - 2)
+    return whole[..., :length, :].contiguous()
+
+
+def add_rows(addend: Tensor, group: TensorGroup) -> Tensor:
+    """This rank's tokens of the sum of the ranks' tensors."""
+    start, stop = token_range(addend.shape[-2], group)
+    padded = _pad_tokens(addend.detach(), -(-addend.shape[-2] // group.size) * group.size)
+    total = group.reduce_scatter(padded, padded.ndim - 2)
+    return total[..., : stop - start, :].contiguous()
+
+
+def _pad_tokens(tensor: Tensor, length: int) -> Tensor:
+    missing = length - tensor.shape[-2]
+    return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+
+
+class SplitTokens(torch.autograd.Function):
+    """Whole tensor -> rows. The ranks' gradients are parts of the gradient: they are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, count: TokenCount, group: TensorGroup) -> Tensor:
+        count.value = ctx.length = whole.shape[-2]
+        ctx.count, ctx.group = count, group
+        return own_rows(whole, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.count.value = None
+        return gather_rows(grads[0], ctx.length, ctx.group), None, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Rows -> whole tensor, for what all ranks compute alike: each has the whole gradient, and takes its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: TokenCount, group: TensorGroup) -> Tensor:
+        assert count.value is not None
+        ctx.count, ctx.group, ctx.length = count, group, count.value
+        return gather_rows(rows, count.value, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.count.value = ctx.length
+        return own_rows(grads[0], ctx.group), None, None
+
+
+class GatheredTokens:
+    """A whole tensor that is not kept for backward: there it is gathered again, once for all layers that read it."""
+
+    def __init__(self, length: int, group: TensorGroup) -> None:
+        self._length, self._group = length, group
+        self._whole: Tensor | None = None
+
+    def gather_again(self, rows: Tensor) -> Tensor:
+        """The whole tensor, of its rows."""
+        if self._whole is None:
+            self._whole = gather_rows(rows, self._length, self._group)
+        return self._whole
+
+    def free(self) -> None:
+        """Forget it: no layer reads it any more."""
+        self._whole = None
+
+
+class EnterTokens(torch.autograd.Function):
+    """Rows -> the whole tensor for split layers: their gradients are addends, of which each rank takes its tokens.
+
+    whole  of the same rows, without a graph
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, whole: Tensor, source: GatheredTokens, count: TokenCount, group: Any) -> Tensor:
+        ctx.source, ctx.count, ctx.group, ctx.length = source, count, group, whole.shape[-2]
+        return whole.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        ctx.count.value = ctx.length
+        ctx.source.free()
+        return add_rows(grads[0], ctx.group), None, None, None, None
+
+
+class LeaveTokens(torch.autograd.Function):
+    """Partial whole tensor -> rows of the sum over ranks. The ranks' gradients are parts of the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: Tensor, count: TokenCount, group: TensorGroup) -> Tensor:
+        ctx.count, ctx.group, ctx.length = count, group, addend.shape[-2]
+        (rows,) = kept(lambda: (add_rows(addend, group),))
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.count.value = ctx.length
+        return gather_rows(grads[0], ctx.length, ctx.group), None, None
+
+
+class LinearOfTokens(torch.autograd.Function):
+    """`F.linear` of a whole input that keeps its rows only.
+
+    rows    of the input, without a graph
+    source  gathers the input again
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, source: GatheredTokens
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.source, device = source, autocast_device(input)
+        ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
+        ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad, grad_NF = grads[0], grads[0].flatten(0, -2)
+        grad_weight = None
+        with torch.autocast(**ctx.autocast):
+            if needs_weight:
+                grad_weight = grad_NF.t() @ ctx.source.gather_again(rows).flatten(0, -2)
+            grad_input = grad @ weight if needs_input else None
+        return grad_input, None, grad_weight, grad_NF.sum(0) if needs_bias else None, None
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class InputUses:
+    """How split layers use a tensor that is entered.
+
+    count      how often they do
+    is_summed  whether the gradient that flows back now has been summed by the layer
+    """
+
+    count: int = 0
+    is_summed: bool = False
+
+
+class ColumnProduct(torch.autograd.Function):
+    """`F.linear` of a tensor that is entered. The only layer that uses it sums its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, uses: InputUses, group: TensorGroup
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.uses, ctx.group, ctx.autocast = uses, group, _autocast_options(input)
+        ctx.deferral = deferral_of(weight, input)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        input, weight = ctx.saved_tensors  # a checkpoint computes them again here, with sums of its own
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad, grad_weight = grads[0], None
+        finish = grad_input = None
+        with torch.autocast(**ctx.autocast):
+            if needs_input:
+                grad_input = grad @ weight
+                if ctx.uses.count == 1:
+                    finish, ctx.uses.is_summed = ctx.group.all_reduce_async(grad_input), True
+            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
+                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return finish() if finish else grad_input, grad_weight, grad_bias, None, None
+
+
+class RowProduct(torch.autograd.Function):
+    """input [..., F], weight [N, F] -> [..., N] on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.is_region_end = True  # see `split_region.origins`
+        ctx.autocast, ctx.deferral = _autocast_options(input), deferral_of(weight, input)
+        casts = ctx.autocast["enabled"] or input.dtype != weight.dtype or input.ndim < 2
+        (total,) = kept(lambda: (_summed_product(input, weight, group, casts=casts),))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        (input, weight), grad = ctx.saved_tensors, grads[0]
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        with torch.autocast(**ctx.autocast):
+            grad_weight = None
+            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
+                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+            return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _summed_product(input: Tensor, weight: Tensor, group: TensorGroup, *, casts: bool) -> Tensor:
+    """The sum of the ranks' `F.linear`. `casts`: it casts, or raises its own error."""
+    if casts:
+        return group.all_reduce(F.linear(input, weight))
+    product = group.buffer((*input.shape[:-1], weight.shape[0]), input.dtype)
+    input_RF, product_RN = input.flatten(0, -2), product.view(-1, weight.shape[0])
+    num_chunks = group.num_chunks(product.nbytes)
+    if num_chunks == 1:
+        torch.mm(input_RF, weight.t(), out=product_RN)
+        return group.all_reduce(product)
+    _add_by_chunks(input_RF, weight, product_RN, group, num_chunks)
+    return product
+
+
+def _add_by_chunks(input_RF: Tensor, weight_NF: Tensor, out_RN: Tensor, group: TensorGroup, num_chunks: int) -> None:
+    """The ranks' sum of the products. The sum of a chunk of rows travels while the next chunk is computed."""
+    finish = None
+    for input, out in zip(input_RF.chunk(num_chunks), out_RN.chunk(num_chunks), strict=True):
+        torch.mm(input, weight_NF.t(), out=out)
+        if finish:
+            finish()
+        finish = group.all_reduce_async(out)
+    if finish:
+        finish()
+
+
+def _autocast_options(input: Tensor) -> dict[str, Any]:
+    """The autocast of forward, for backward."""
+    device = autocast_device(input)
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return {"device_type": device, "enabled": enabled, "dtype": dtype}
+
+
+# ---- split region --------------------------------------------------------------------------------------------------
 
 
 class Entered(NamedTuple):

@@ -1,7 +1,9 @@
 """Calibrated prices: what this machine charges, from what was measured here.
 
 measured  a segment whose signature and cut are in the calibration; any other is priced by its operations
-Law: between measured sizes prices are linear; more samples, bytes, elements or ranks never cost less.
+thin      a product of a few rows with a weight: what it takes, reading the weight decides
+Law: between measured sizes prices are linear; more samples, bytes, elements or ranks never cost less. The price of any
+other segment is the sum over its operations.
 """
 
 from collections.abc import Iterable
@@ -19,11 +21,53 @@ from fourfold.plan.predict.calibration import (
     SegmentRecord,
     signature,
 )
-from fourfold.plan.predict.facts import Collective, SegmentFacts
-from fourfold.plan.predict.operation_seconds import OperationSeconds, operation_seconds
+from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.facts import Collective, Operation, OperationKind, SegmentFacts
 from fourfold.plan.predict.prices import GroupShape, SegmentSeconds
 from fourfold.words.errors import Problem
 from fourfold.words.layout import Change
+
+# ---- operation seconds ---------------------------------------------------------------------------------------------
+
+
+class OperationSeconds(NamedTuple):
+    """Of one pass over a segment's operations. `attention`: the part of the forward that attentions take."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    attention: float
+
+
+def operation_seconds(facts: SegmentFacts, rates: OperationRates, num_samples: float) -> OperationSeconds:
+    """Without collectives, and without what a step does between operations."""
+    forward = backward_input = backward_weight = attention = 0.0
+    for operation in facts.operations:
+        seconds = _seconds(operation, rates, num_samples, rates.thin)
+        forward += seconds
+        # With a weight, both gradients are operations as large; without one, both are of inputs.
+        backward_input += seconds if operation.has_weight else 2 * seconds
+        backward_weight += _seconds(operation, rates, num_samples, rates.outer) if operation.has_weight else 0.0
+        attention += seconds if operation.kind == OperationKind.ATTENTION else 0.0
+    return OperationSeconds(forward, backward_input, backward_weight, attention)
+
+
+def _seconds(operation: Operation, rates: OperationRates, num_samples: float, thin: Curve) -> float:
+    """Arithmetic or memory, whichever takes longer. `thin`: of products with a weight, by their rows."""
+    moved = operation.moved_bytes * num_samples + operation.weight_bytes
+    flops = operation.flops * num_samples
+    if operation.kind == OperationKind.PRODUCT:
+        elements = operation.columns * operation.inner if operation.has_weight else 0
+        return max(rates.products.at(flops), thin.at(operation.rows * num_samples) * elements)
+    if operation.kind == OperationKind.ATTENTION:
+        return max(rates.attention.at(flops), rates.passes.at(moved))
+    if operation.kind == OperationKind.CONVOLUTION:
+        return max(rates.convolution.at(flops), rates.passes.at(moved))
+    return rates.pointwise.at(moved)
+
+
+# ---- calibrated prices ---------------------------------------------------------------------------------------------
+
 
 MAX_EXCHANGED = 0.9  # of a segment: what its collectives take at most, if they are priced apart from it
 

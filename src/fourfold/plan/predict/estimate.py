@@ -1,30 +1,120 @@
 """Estimates: a step in closed form, without lowering and simulation, for a search over many plans.
 
+extras  of each microbatch: waits for gathered weights, reductions after every backward, what messages slow down
+tail    from the last backward on: reductions that nothing hides; then updates and gathers
 Law: an estimate is within ESTIMATE_ERROR of the prediction. So a search loses nothing if it predicts plans in the order
 of their estimates, and ends with the first whose estimate is above (1 + ESTIMATE_ERROR) times the best prediction: what
 is behind it takes longer than that. Of estimates alone it must keep those up to (1 + e) / (1 − e) times the least one.
+Law: with one bucket, or with messages that are hidden as a whole, the forms of a place are the simulated times.
 
 What depends on few fields of a plan is kept in tables: places (`stage_table.py`) and buckets (`bucket_table.py`).
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import slowed
-from fourfold.plan.predict.bucket_table import BucketTable, Extras, PlaceData
+from fourfold.plan.predict.bucket_table import BucketTable, Extras, PlaceData, Wait
 from fourfold.plan.predict.collectives import shape_of
 from fourfold.plan.predict.edges import EdgeMessages
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.plan.predict.pipeline_forms import FORMS, Flight, PipelineSeconds, PlaceTimes, flights_of
-from fourfold.plan.predict.place_forms import Tail, divides_backward, extras, has_rounds, tail, update_seconds
 from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.plan.predict.prices import GroupShape, Prices
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, shorten_waits
 from fourfold.plan.predict.stage_table import PlaceCompute, StageTable
 from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Verb
+
+# ---- place forms ---------------------------------------------------------------------------------------------------
+
+ROUNDING = 1e-9
+
+
+class Tail(NamedTuple):
+    """Seconds behind the last backward until the gradients of the first bucket are there, and those of all."""
+
+    first: float
+    all: float
+
+
+def divides_backward(plan: Plan) -> bool:
+    """As the plan's own property, but without making the lists of zero-bubble, which takes long."""
+    return plan.pp > 1 and (plan.schedule == "zero-bubble" or (plan.schedule == "written" and plan.divides_backward))
+
+
+def has_rounds(plan: Plan) -> bool:
+    """Whether gradients are reduced after every backward."""
+    return plan.zero >= 2 and plan.num_shards > 1
+
+
+def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) -> Extras:
+    """What a microbatch takes in addition, except for the reductions of the last backward."""
+    if not (data.unshard.own or data.unshard.sent or has_rounds(plan)):
+        return data.plain_extras
+    forward, backward = compute.forward_seconds, compute.backward_seconds
+    # All buckets of the first segment of a stage are waited for; then others come while those before them are used.
+    own, sent = data.unshard.own, data.unshard.sent
+    in_front = min(1.0, plan.interleave / max(1, min(data.num_buckets, compute.num_segments)))
+    waits = [
+        own + slowed(slowdown, sent, phase) + max(in_front * sent, sent - (1.0 - in_front) * phase)
+        for phase in (forward, backward)
+    ]
+    if has_rounds(plan):
+        waits[1] += data.reduce.own + slowed(slowdown, data.reduce.sent, (1.0 - in_front) * backward + forward)
+    return Extras(waits[0], waits[1], data.gradients[1])
+
+
+def tail(plan: Plan, compute: PlaceCompute, data: PlaceData, extra: Extras, slowdown: float) -> Tail:
+    """The reductions that follow the last backward of a place."""
+    if plan.sync == "local":
+        return Tail(0.0, 0.0)
+    # The last backward is that of the first stage; its buckets are ready one after the other.
+    backward, share = compute.first_stage[divides_backward(plan)], 1.0 / plan.interleave
+    num_segments = max(1.0, compute.num_segments // plan.interleave)
+    window = backward * _ready(data.waits[0], num_segments)
+    earliest = -math.inf
+    if data.unshard.sent:  # gathers of the same phase go first
+        earliest = data.unshard.sent - (compute.backward_seconds + extra.backward)
+    own = 0.0 if has_rounds(plan) else data.reduce.own + slowed(slowdown, data.reduce.sent * share, window)
+    if not data.reduce.sent:
+        return Tail(own, own)
+    late = max(each.sent * share - _ready(each, num_segments) * backward for each in data.waits)
+    first = max(0.0, data.reduce.first - window, earliest + data.reduce.first)
+    return Tail(own + first, own + max(late, earliest + data.reduce.sent))
+
+
+def _ready(wait: Wait, num_segments: float) -> float:
+    """The fraction of a backward that is left when a bucket is ready: whole segments."""
+    return math.floor(wait.fraction_left * num_segments + ROUNDING) / num_segments
+
+
+def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: Tail) -> float:
+    """From the last backward to the end of the step: buckets are updated in turn, as their gradients come.
+
+    New weights are gathered as they are updated; with local steps, changes are summed so, in some of the steps. Updates
+    that stand in front of a forward let it begin while weights are gathered that it uses later.
+    """
+    (update, first, last), gather = data.updates, data.gather
+    updated = max(reduced.first + update, reduced.all + last)
+    if plan.sync == "local":
+        pushed = max(updated + data.push.last, reduced.first + first + data.push.sent)
+        averaged = pushed - updated + data.push.own + data.pull_seconds
+        return updated + averaged / plan.sync_interval
+    if plan.update == "in_forward":  # in the next step, when all gradients are there
+        window = compute.forward_seconds / plan.interleave * (1.0 - 1.0 / max(1, data.num_buckets))
+        gathered = first + max(gather.first, gather.sent - window) if gather.sent else 0.0
+        return reduced.all + max(update, gathered) + gather.own
+    gathered = max(updated + gather.last, reduced.first + first + gather.sent) if gather.sent else updated
+    return gathered + gather.own
+
+
+# ---- estimates -----------------------------------------------------------------------------------------------------
+
 
 ESTIMATE_ERROR = 0.12
 EDGE_FIELDS = ("pp", "dp", "sp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")

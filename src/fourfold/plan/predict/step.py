@@ -1,26 +1,200 @@
 """Step prediction: the very program that would run, simulated on one rank of each place on the pipeline axis.
 
+unrolled  the steps of several batches in a row, with actions numbered through
+steady    once every index has as many microbatches in flight as it ever has, all steps take as long
+first use  of a bucket: in the first segment of its stage that has one of its parameters; in backward, in the last one
 Law: all ranks of a place run the same program on as many samples, so one of them stands for all; the terms are those of
 the place whose span is the longest, and add up to the step.
+Law: the bytes of an axis are those of the collectives and messages that its program and its segments have.
+Law: a step takes as long as the slowest index computes, or as the messages of a round trip leave to it.
+Law: a bucket with parameters of many blocks, as norms and biases have, is gathered when the first of these is used.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from fourfold.plan.lowering import Blueprint
+from fourfold.plan.data.step_program import UseOrders
+from fourfold.plan.data.zero import layout_changes
+from fourfold.plan.lowering import Blueprint, DataGroup
+from fourfold.plan.pipeline.asynchronous import batches_in_flight, warm_up
+from fourfold.plan.pipeline.spec import PipelineSpec
+from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place_groups, pricer_of
-from fourfold.plan.predict.edges import EdgeMessages
-from fourfold.plan.predict.facts import FactsSource
+from fourfold.plan.predict.edges import EdgeMessages, message_bytes
+from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.plan.predict.prices import Prices
-from fourfold.plan.predict.sent_bytes import sent_bytes
-from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, shorten_waits
-from fourfold.plan.predict.steady_step import Simulated, simulate_steady
+from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, segments_by_parameter, shorten_waits
 from fourfold.plan.predict.step_terms import first_start, step_terms
-from fourfold.plan.predict.use_orders import predicted_record
-from fourfold.plan.simulate import simulate
-from fourfold.words.mesh import Mesh
-from fourfold.words.program import Action, Program
+from fourfold.plan.simulate import TimedAction, simulate
+from fourfold.plan.step_programs import StepRecord
+from fourfold.words.layout import Change, collective_sent_bytes
+from fourfold.words.mesh import AXES, Mesh
+from fourfold.words.program import Action, Program, Verb
+
+# ---- use orders ----------------------------------------------------------------------------------------------------
+
+EVERYWHERE = range(sys.maxsize)
+
+
+def predicted_record(blueprint: Blueprint, segments: Sequence[Sequence[SegmentFacts]]) -> StepRecord:
+    """What the first step learns of the gathers of weights. `segments`: by stage."""
+    groups = {
+        group.stage.stage: group
+        for group in blueprint.groups
+        if layout_changes(group.resting_layouts).before_use != Change.NONE
+    }
+    if not groups:
+        return StepRecord()
+    places = [segments_by_parameter(own) for own in segments]
+    return StepRecord(use_orders={place: _use_orders(group, places) for place, group in groups.items()})
+
+
+def _use_orders(group: DataGroup, places: Sequence[Mapping[str, range]]) -> UseOrders:
+    """Buckets are numbered in reverse order of definition. A parameter that is in no segment is used all the time."""
+    firsts, lasts = [], []
+    for bucket, stage in zip(group.buckets, group.stage.bucket_stages, strict=True):
+        uses = [places[stage].get(slot.name, EVERYWHERE) for slot in bucket.slots]
+        firsts.append(min(each.start for each in uses))
+        lasts.append(max(each.stop for each in uses))
+    forward = tuple(sorted(range(len(firsts)), key=lambda bucket: (firsts[bucket], -bucket)))
+    backward = tuple(sorted(range(len(firsts)), key=lambda bucket: (-lasts[bucket], bucket)))
+    return UseOrders(forward, backward, forward)
+
+
+# ---- steady step ---------------------------------------------------------------------------------------------------
+
+NUM_MEASURED = 2  # steps, of which the mean is taken
+FORWARDS = (Verb.RECEIVE_FORWARD, Verb.FORWARD, Verb.SEND_FORWARD)
+BACKWARDS = (Verb.RECEIVE_BACKWARD, Verb.BACKWARD)
+BATCH_ENDS = (Verb.REDUCE, Verb.UPDATE)
+
+
+class Simulated(NamedTuple):
+    """The terms of the slowest place, and the timeline of one rank of each."""
+
+    terms: StepTerms
+    timeline: Mapping[int, tuple[TimedAction, ...]]
+
+
+class Numbered(NamedTuple):
+    """An action of the program, and the same with the number of its microbatch or bucket counted over all steps."""
+
+    named: Action
+    action: Action
+
+
+def simulate_steady(blueprint: Blueprint, places: Sequence[PlaceCosts], program: Program) -> Simulated:
+    """A step between others. `program`: of one rank of each place."""
+    spec = blueprint.plan.pipeline_spec
+    # The slowest index holds the others up only when they have run ahead as far as they can.
+    num_steps = 2 * batches_in_flight(spec) + 2 + NUM_MEASURED
+    steps = {  # by place
+        place: [number_step(actions, spec, place, step) for step in range(num_steps)]
+        for place, actions in program.items()
+    }
+    unrolled = {place: tuple(each.action for step in own for each in step) for place, own in steps.items()}
+    costs = StepCosts(place.of(unrolled[index]) for index, place in enumerate(places))
+    timeline = simulate(unrolled, costs.cost, overlap=costs.overlap, mesh=Mesh(pp=spec.pp))
+    by_place = []
+    for place, own in steps.items():
+        parts = costs.by_place[place].parts
+        begin, end = (_end_of(own[index], parts, timeline[place]) for index in (-1 - NUM_MEASURED, -1))
+        times = [timed for timed in timeline[place] if begin <= timed.start < end]
+        by_place.append(step_terms(times, parts, begin=begin, end=end))
+    slowest = max(by_place, key=lambda terms: terms.total - terms.bubble)
+    return Simulated(scale_terms(slowest, 1 / NUM_MEASURED), _last_step(steps, timeline))
+
+
+def number_step(actions: Sequence[Action], spec: PipelineSpec, place: int, step: int) -> list[Numbered]:
+    """The actions of one step of a place. Backwards begin `warm_up` microbatches later, so the first steps lack some.
+
+    Scalars are left out: they are summed while ranks compute.
+    """
+    numbered, first = [], step * spec.microbatches
+    backward = first - warm_up(spec, place)  # of the next backward
+    num_buckets = sum(action.verb == Verb.UPDATE for action in actions)
+    for action in actions:
+        if action.verb in FORWARDS:
+            number = first + action.index
+        elif action.verb in BACKWARDS:
+            number = backward
+            backward += action.verb == Verb.BACKWARD
+        elif action.verb == Verb.SEND_BACKWARD:
+            number = backward - 1
+        elif action.verb in BATCH_ENDS:
+            batch = (backward - 1) // spec.microbatches
+            number = batch * num_buckets + action.index if batch >= 0 else -1
+        else:
+            continue
+        if number >= 0:
+            numbered.append(Numbered(action, action._replace(index=number)))
+    return numbered
+
+
+def _end_of(step: Sequence[Numbered], parts: Mapping[Action, StepTerms], times: Sequence[TimedAction]) -> float:
+    """When the process ends a step."""
+    own = {each.action for each in step if each.action in parts}
+    return max(timed.end for timed in times if timed.action in own)
+
+
+def _last_step(
+    steps: Mapping[int, Sequence[Sequence[Numbered]]], timeline: Mapping[int, Sequence[TimedAction]]
+) -> dict[int, tuple[TimedAction, ...]]:
+    """The last step of each place, under the names of the program, from the first begin of one of them."""
+    chosen = {}
+    for place, own in steps.items():
+        times = {timed.action: timed for timed in timeline[place]}
+        chosen[place] = [(named, times[action]) for named, action in own[-1]]
+    begin = min(timed.start for times in chosen.values() for _, timed in times)
+    return {
+        place: tuple(TimedAction(named, timed.start - begin, timed.end - begin) for named, timed in times)
+        for place, times in chosen.items()
+    }
+
+
+# ---- sent bytes ----------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(job: Job) -> dict[str, float]:
+    """By axis, on the place that sends most on it; local steps on average."""
+    plan = job.blueprint.plan
+    samples = float(sum(job.microbatch_sizes))
+    by_stage = [_segment_bytes(plan, segments, samples) for segments in job.segments]
+    sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
+    for axis in ("sp", "tp"):
+        by_place = [sum(by_stage[stage][axis] for stage in range(p, plan.num_stages, plan.pp)) for p in range(plan.pp)]
+        sent[axis] = max(by_place)
+    if plan.mesh.dp * plan.mesh.sp > 1:
+        sent["dp"] = job.blueprint.sent_bytes / plan.sync_interval
+    if plan.pp > 1:
+        each = message_bytes(plan, job.facts, 1.0)
+        # A place in the middle sends forward and back; of two places, each sends in one direction only.
+        crossings = plan.interleave * (each.both if plan.pp > 2 or plan.interleave > 1 else max(each))
+        sent["pp"] = samples * crossings
+    return sent
+
+
+def _segment_bytes(plan: Plan, segments: Sequence[SegmentFacts], samples: float) -> dict[str, float]:
+    """By axis inside of segments, what a rank sends for one stage."""
+    collectives = [each for segment in segments for each in segment.collectives]
+    sizes = {"tp": plan.tp, "sp": plan.sp}
+    return {
+        axis: sum(_sent(each, size, samples, plan.recompute) for each in collectives if each.axis == axis)
+        for axis, size in sizes.items()
+    }
+
+
+def _sent(collective: Collective, size: int, samples: float, recompute: str) -> float:
+    times = collective.forward + collective.backward + collective.repeats(recompute)
+    return times * collective_sent_bytes(
+        collective.change, whole_bytes=round(collective.whole_bytes * samples), size=size
+    )
+
+
+# ---- step prediction -----------------------------------------------------------------------------------------------
 
 
 def predict_step(
