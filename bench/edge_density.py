@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
-from fourfold.parts.comm.edge.compression import Compression, Kept, make_compression
+from fourfold.parts.comm.edge_compression import Compression, Kept, make_compression
 from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
 from fourfold.tasks import lm, text
 

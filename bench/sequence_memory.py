@@ -28,8 +28,7 @@ from bench.measurement import describe_machine, format_table
 from fourfold.analysis.task_facts.fake_ranks import FakeChannel, TruncatedRing
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, WholeWeights
-from fourfold.parts.comm.ring.p2p import RingOverP2P
-from fourfold.parts.comm.ring.single_rank import NullRingGroup
+from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.parts.data.flat_params import flatten_params, param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks

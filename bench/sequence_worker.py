@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fourfold.parts.comm import init
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.protocol import RingGroup
-from fourfold.parts.comm.ring.single_rank import NullRingGroup
+from fourfold.parts.comm.ring import NullRingGroup, RingGroup
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence

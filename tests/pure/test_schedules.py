@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.asynchronous import batch_actions, drain_actions, num_stashed, weight_version
 from fourfold.plan.pipeline.bubble import expected_bubble, simulated_bubble
 from fourfold.plan.pipeline.checker import deadlock_problems, fuse_exchanges, program_problems
 from fourfold.plan.pipeline.in_flight import least_held, peak_in_flight
-from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
+from fourfold.plan.pipeline.schedules import (
+    SCHEDULES,
+    batch_actions,
+    compute_actions,
+    drain_actions,
+    num_stashed,
+    schedule_problems,
+    weight_version,
+)
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec, owner_of
 from fourfold.words.program import Action, Verb

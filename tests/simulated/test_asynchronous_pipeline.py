@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fourfold.analysis.verify import check_verifiable
-from fourfold.plan.pipeline.asynchronous import num_stashed, staleness
+from fourfold.plan.pipeline.schedules import num_stashed, staleness
 from fourfold.plan.plan import Plan
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.train_step import TrainStep

@@ -16,7 +16,7 @@ from fourfold.parts.comm import host_shared_memory
 from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.parts.comm.host_shared_memory import open_host_memory
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.rings import make_ring
+from fourfold.parts.comm.ring import make_ring
 from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.edge.message import TensorSpec, encode
-from fourfold.parts.comm.edge.process_group import HEADER_WORDS
+from fourfold.parts.comm.edges import HEADER_WORDS, TensorSpec, encode
 from fourfold.parts.comm.tensor.call_check import CALL_ROW
 from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
 from fourfold.plan.plan import Plan

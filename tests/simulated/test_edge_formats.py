@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.parts.comm.edge.compression import EdgeCompression, make_compression, pack_bits, unpack_bits
-from fourfold.parts.comm.edge.message import encode, specs
+from fourfold.parts.comm.edge_compression import EdgeCompression, make_compression, pack_bits, unpack_bits
+from fourfold.parts.comm.edges import encode, specs
 from fourfold.plan.density import num_sent
 from fourfold.plan.pipeline.edges import EDGES, EdgeSpec, edge_bytes, uses_indices
 

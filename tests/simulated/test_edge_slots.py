@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.parts import memory
-from fourfold.parts.comm.edge.shared_memory import MAX_LENT, NUM_SLOTS, SharedMemoryReceiver, SharedMemorySender
+from fourfold.parts.comm.edges import MAX_LENT, NUM_SLOTS, SharedMemoryReceiver, SharedMemorySender
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
 from fourfold.words.errors import PeerError

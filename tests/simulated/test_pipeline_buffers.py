@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.parts.comm.edge.process_group import ProcessGroupReceiver
-from fourfold.parts.comm.edge.shared_memory import SharedMemorySender
+from fourfold.parts.comm.edges import ProcessGroupReceiver, SharedMemorySender
 from fourfold.parts.memory import BufferPool
 from fourfold.plan.pipeline.in_flight import Peak, peak_in_flight
 from fourfold.plan.plan import Plan

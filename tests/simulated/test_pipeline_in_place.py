@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fourfold.parts.comm.edge import shared_memory
+from fourfold.parts.comm import edges
 from fourfold.plan import lowering
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
@@ -50,7 +50,7 @@ def test_messages_read_in_place_train_as_copied_ones(fields, monkeypatch):
     body = functools.partial(train, fields)
     in_place = threads.run(2, body)
     for most in (0, 1):  # copied all; lent one
-        monkeypatch.setattr(shared_memory, "MAX_LENT", most)
+        monkeypatch.setattr(edges, "MAX_LENT", most)
         assert_equal_bits(in_place, threads.run(2, body))
 
 

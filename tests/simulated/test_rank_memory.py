@@ -15,7 +15,7 @@ from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_memory import upper_envelope
 from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.analysis.task_facts.source import TaskFacts
-from fourfold.parts.comm.ring.p2p import RingOverP2P
+from fourfold.parts.comm.ring import RingOverP2P
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.lowering import lower

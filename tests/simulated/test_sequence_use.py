@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.parts import memory
 from fourfold.parts.comm import shared_regions
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import shared_memory
+from fourfold.parts.comm.ring import RingOverSharedMemory
 from fourfold.parts.sequence import kernels
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
@@ -301,7 +301,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
         ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
         if comm.rank == 1:
             return
-        assert isinstance(ring_group, shared_memory.RingOverSharedMemory)
+        assert isinstance(ring_group, RingOverSharedMemory)
         ring_group.regions.check_peers = raise_peer_error
         with pytest.raises(PeerError, match="rank 1 died"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
@@ -315,7 +315,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
             check_peers=lambda: None,
             time_limit_seconds=0.1,
         )
-        ring_group = shared_memory.RingOverSharedMemory(regions)
+        ring_group = RingOverSharedMemory(regions)
         with pytest.raises(PeerError, match="rank 7 did not arrive"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
 

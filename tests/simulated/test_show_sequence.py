@@ -7,8 +7,7 @@ from fourfold.analysis.describe import show
 from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
 from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.cli import run_commands
-from fourfold.parts.comm.ring.p2p import RingOverP2P
-from fourfold.parts.comm.ring.single_rank import NullRingGroup
+from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.plan import Plan

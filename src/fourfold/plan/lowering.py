@@ -33,7 +33,7 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.asynchronous import steady_actions
+from fourfold.plan.pipeline.schedules import steady_actions
 from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
 from fourfold.plan.pipeline.ties import add_copies, add_ties
 from fourfold.plan.plan import Plan

@@ -14,11 +14,10 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, from_toml
-from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.in_flight import least_held
-from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions
+from fourfold.plan.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, compute_actions
 from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields

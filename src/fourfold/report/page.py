@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
+from fourfold.plan.pipeline.schedules import ASYNCHRONOUS
 from fourfold.plan.trace_file import Trace
 from fourfold.report import charts, checkpoint_card, faults, segments
 from fourfold.report.comparison import render_comparison

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.compression import make_compression
+from fourfold.parts.comm.edge_compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
@@ -27,7 +27,7 @@ from fourfold.parts.sequence.sequence_group import connect_sequence
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
 from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.pipeline.asynchronous import staleness
+from fourfold.plan.pipeline.schedules import staleness
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
 from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE

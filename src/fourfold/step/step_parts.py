@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.compression import Compression
-from fourfold.parts.comm.edge.protocol import StageEdges
+from fourfold.parts.comm.edge_compression import Compression
+from fourfold.parts.comm.edges import StageEdges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.parts.data.grad_hooks import GradHooks

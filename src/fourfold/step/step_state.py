@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.edge.compression import Kept
+from fourfold.parts.comm.edge_compression import Kept
 from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.parts.deferred_grads import PendingGrads
 from fourfold.plan.damaged_samples import DamagedRecord

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fourfold.analysis.calibrate.timing import Points, Turns
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.protocol import StageEdges
-from fourfold.parts.comm.edges import make_edges
+from fourfold.parts.comm.edges import StageEdges, make_edges
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.rings import make_ring
+from fourfold.parts.comm.ring import make_ring
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.words.mesh import Mesh
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.p2p import RingOverP2P
+from fourfold.parts.comm.ring import RingOverP2P
 from fourfold.parts.torch_private import is_in_backward
 from fourfold.words.layout import Change
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import all_gather_rows
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.shared_memory import RingOverSharedMemory
-from fourfold.parts.comm.rings import make_shared_memory_ring
+from fourfold.parts.comm.ring import RingOverSharedMemory, make_shared_memory_ring
 from fourfold.parts.comm.transports import check_transport_device
 from fourfold.plan.batch_norm import FIRST_LENGTH
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.ring.protocol import reduce_scatter
+from fourfold.parts.comm.ring import reduce_scatter
 from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.recompute import kept
 from fourfold.parts.sequence import kernels, masks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.ring import RingGroup
 from fourfold.parts.sequence.document_mask import document_spans
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, sample_indices
 from fourfold.plan.document_tiles import DocumentSpan, document_tiles

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.ring import RingGroup
 from fourfold.parts.dtypes import accumulation_dtype
 from fourfold.parts.recompute import kept
 from fourfold.parts.sequence import masks

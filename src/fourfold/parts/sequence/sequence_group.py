@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.protocol import RingGroup
-from fourfold.parts.comm.rings import make_ring
+from fourfold.parts.comm.ring import RingGroup, make_ring
 from fourfold.plan.sequence import SequenceSpec, TokenRanges, ulysses_problem
 from fourfold.words.errors import PlanError
 

@@ -1,6 +1,6 @@
 """Undrained program: a step of an asynchronous schedule, whose last backwards run in later steps.
 
-undrained  between steps, forwards are left without their backwards: see `plan/pipeline/asynchronous.py`
+undrained  between steps, forwards are left without their backwards: see `plan/pipeline/schedules.py`
 Law: the last backward of a batch is followed by its reductions and updates, wherever in a step it stands.
 """
 

@@ -11,7 +11,7 @@ Sources: (p − 1)/m, see GPipe (1811.06965); (p − 1)/(v·m), Narayanan et al.
 
 from collections.abc import Sequence
 
-from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
+from fourfold.plan.pipeline.schedules import ASYNCHRONOUS
 from fourfold.plan.pipeline.spec import EQUAL_COSTS, BlockCosts, PipelineSpec
 from fourfold.plan.simulate import simulate
 from fourfold.words.mesh import Mesh

@@ -12,7 +12,7 @@ from fourfold.plan.codec import CODECS, accumulation_bytes, low_rank_spec
 from fourfold.plan.lowering import Blueprint, DataGroup, bytes_by_bucket
 from fourfold.plan.memory import HostMemoryUse, host_memory_use
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.asynchronous import num_stashed
+from fourfold.plan.pipeline.schedules import num_stashed
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.predict.action_costs import place_groups

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fourfold.plan.pipeline.asynchronous import ASYNCHRONOUS
+from fourfold.plan.pipeline.schedules import ASYNCHRONOUS
 from fourfold.plan.pipeline.spec import PipelineSpec
 
 

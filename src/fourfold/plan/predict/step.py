@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fourfold.plan.data.step_program import UseOrders
 from fourfold.plan.data.zero import layout_changes
 from fourfold.plan.lowering import Blueprint, DataGroup
-from fourfold.plan.pipeline.asynchronous import batches_in_flight, warm_up
+from fourfold.plan.pipeline.schedules import batches_in_flight, warm_up
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place_groups, pricer_of

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from fourfold.feed.source_fingerprint import Fingerprint, is_same_sample
-from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.ring import RingGroup
 from fourfold.parts.torch_private import are_transforms_active
 from fourfold.step.digests.table import DIGEST_BITS, TABLE, digest
 from fourfold.words.errors import Problem, SettingError

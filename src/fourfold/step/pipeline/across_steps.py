@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
-from fourfold.plan.pipeline.asynchronous import batches_in_flight, warm_up
+from fourfold.plan.pipeline.schedules import batches_in_flight, warm_up
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.step_parts import StageParts, StepParts

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.protocol import StageEdges
-from fourfold.parts.comm.edges import connect_pair, make_edges
+from fourfold.parts.comm.edges import StageEdges, connect_pair, make_edges
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.deferred_init import InitialModel, InitialWeights
 from fourfold.parts.torch_private import own_buffers, own_parameters

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.edge.protocol import ReceivingEdge, SendingEdge
+from fourfold.parts.comm.edges import ReceivingEdge, SendingEdge
 from fourfold.parts.torch_private import own_parameters
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.edge.message import DTYPES
+from fourfold.parts.comm.edges import DTYPES
 from fourfold.step.pipeline.stand_in import Source, UnknownValue, stand_in
 from fourfold.step.tensor_tree import is_plain
 

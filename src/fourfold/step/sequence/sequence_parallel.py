@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.ring.protocol import RingGroup
+from fourfold.parts.comm.ring import RingGroup
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.sequence_group import SequenceGroup
 from fourfold.plan.sample_order import BatchRange, shard_range

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.edge.message import TensorSpec, decode, encode, specs
+from fourfold.parts.comm.edges import TensorSpec, decode, encode, specs
 from fourfold.plan.density import num_sent
 from fourfold.plan.pipeline.edges import EdgeSpec, uses_indices
 

@@ -1,1 +1,0 @@
-"""Messages between neighbouring stages of a pipeline."""

@@ -1,1 +1,0 @@
-"""Exchanges of blocks between the ranks of a sequence-parallel group."""
