@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.plan.predict.comparison import timeline_by_rank
-from fourfold.plan.predict.prediction_file import decode_prediction
+from fourfold.plan.predict.prediction import decode_prediction
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import Timeline
 from fourfold.plan.step_comparison import measured_timeline, median_step

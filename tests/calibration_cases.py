@@ -8,6 +8,7 @@ from fourfold.cli.plan_calibrate import threads_of_rank
 from fourfold.plan.predict.calibration import (
     Calibration,
     CollectiveRecord,
+    Curve,
     ExchangeRecord,
     MachineIdentity,
     OperationRates,
@@ -15,7 +16,6 @@ from fourfold.plan.predict.calibration import (
     task_key,
     write_calibration,
 )
-from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 

@@ -14,6 +14,7 @@ from fourfold.plan.predict.calibration import (
     Calibration,
     CalibrationError,
     CollectiveRecord,
+    Curve,
     Cut,
     ExchangeRecord,
     MachineIdentity,
@@ -26,7 +27,6 @@ from fourfold.plan.predict.calibration import (
     signature,
     write_calibration,
 )
-from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import Operation, OperationKind, SegmentFacts
 from fourfold.plan.predict.prices import GroupShape
 from fourfold.words.layout import Change

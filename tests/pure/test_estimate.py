@@ -13,9 +13,8 @@ from fourfold.plan.pipeline.schedules import compute_actions
 from fourfold.plan.pipeline.sends import add_sends
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.estimate import ESTIMATE_ERROR, Estimator, estimate_step
+from fourfold.plan.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes, estimate_step
 from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.pipeline_forms import FORMS, PlaceTimes
 from fourfold.plan.predict.step import predict_step
 from fourfold.plan.simulate import simulate
 from fourfold.plan.topology import Topology

@@ -7,8 +7,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cli.plan_gpt import gpt_source
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.asks import ask_names, ask_text
+from fourfold.plan.decide.ask import Ask, ask_names, ask_text
 from fourfold.plan.decide.decide import decide
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster_file import load_cluster

@@ -7,8 +7,7 @@ import pytest
 from fourfold.plan.cost import measure_costs
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.comparison import by_category, compare_prediction, is_of_plan, timeline_by_rank
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.prediction_file import RecordedPrediction, encode_prediction
+from fourfold.plan.predict.prediction import Prediction, RecordedPrediction, encode_prediction
 from fourfold.plan.simulate import TimedAction
 from fourfold.report import run_record
 from fourfold.report.page import render_run

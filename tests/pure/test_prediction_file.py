@@ -3,7 +3,7 @@
 import pytest
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction_file import (
+from fourfold.plan.predict.prediction import (
     PredictionError,
     RecordedPrediction,
     decode_prediction,

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from fourfold.cli.arguments import ValueType
 from fourfold.cli.job import Job, parse_job
-from fourfold.plan.decode import from_toml
-from fourfold.plan.toml_writer import format_pair, format_table, format_value
+from fourfold.plan.decode import format_pair, format_table, format_value, from_toml
 from fourfold.tasks import lm
 from fourfold.trainer.run_identity import check_run_name
 from fourfold.trainer.settings import Settings

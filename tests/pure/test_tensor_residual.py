@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from fourfold.plan.tensor_layers import resolve_layers
-from fourfold.plan.tensor_residual import ResidualLayout, residual_layout
+from fourfold.plan.tensor_residual import BlockTraffic, ResidualLayout, block_traffic, residual_layout
 from fourfold.plan.tensor_rules import ModuleSpec, Style
-from fourfold.plan.tensor_traffic import BlockTraffic, block_traffic
 from fourfold.words.errors import PlanError
 
 WEIGHT, VECTOR = {"weight": (8, 8)}, {"weight": (8,)}

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.parts import deferred_init
-from fourfold.parts.deferred_init import deferred_model
-from fourfold.parts.init_operations import NotDeferrable
+from fourfold.parts.deferred_init import NotDeferrable, deferred_model
 from fourfold.step.initial_model import make_initial_model
 from tests.cases import SEED_LOCK
 

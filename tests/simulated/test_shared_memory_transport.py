@@ -8,10 +8,10 @@ import torch
 
 from fourfold.parts.codec import registry
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
 from fourfold.parts.comm.reduce.compressed import CompressedReducer, CompressedRoutes
 from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
 from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.parts.comm.reduce.shared_memory.flag_waits import map_host
 from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_transport

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fourfold.parts.comm.reduce.protocol import BucketSlice
-from fourfold.parts.optim.update_slices import update_slices
+from fourfold.parts.optim.flat_optimizer import update_slices
 from fourfold.plan.data.buckets import Bucket, Slot
 
 

@@ -12,9 +12,8 @@ from fourfold.analysis.describe_programs import indent
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.tensor_layout import TensorLayout
-from fourfold.plan.tensor_residual import ResidualLayout, is_in
+from fourfold.plan.tensor_residual import ResidualLayout, block_traffic, is_in
 from fourfold.plan.tensor_rules import Style
-from fourfold.plan.tensor_traffic import block_traffic
 from fourfold.step.tensor.module_specs import module_specs
 from fourfold.step.tensor.tensor_axis import model_layout, model_residual
 from fourfold.words.layout import Change

@@ -19,8 +19,7 @@ from fourfold.cli.plan_machine import Machine, calibration_words, described_mach
 from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.environment.imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.decide.ask import AUTO, Ask
-from fourfold.plan.decide.asks import ASK_PREFIX, ask_text
+from fourfold.plan.decide.ask import ASK_PREFIX, AUTO, Ask, ask_text
 from fourfold.plan.decide.decision import Decision
 from fourfold.plan.decide.layers import NO_DIMS
 from fourfold.plan.decide.progress import Progress

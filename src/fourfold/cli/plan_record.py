@@ -37,7 +37,7 @@ def record_prediction(prepared: "Job", folder: Path) -> str | None:
     """
     from fourfold.analysis.plan_text import format_difference
     from fourfold.cli.plan_run import median_step_seconds
-    from fourfold.plan.predict.prediction_file import RecordedPrediction, encode_prediction
+    from fourfold.plan.predict.prediction import RecordedPrediction, encode_prediction
 
     try:
         question = question_here(prepared)

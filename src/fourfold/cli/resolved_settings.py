@@ -22,8 +22,8 @@ from fourfold.cli.arguments import (
     ValueType,
 )
 from fourfold.cli.settings_file import TASK_NAME
+from fourfold.plan.decode import format_pair, format_table, format_value
 from fourfold.plan.plan import VERSION, Plan
-from fourfold.plan.toml_writer import format_pair, format_table, format_value
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import task_file
 from fourfold.trainer.setting_checks import json_problems

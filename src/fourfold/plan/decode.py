@@ -1,17 +1,24 @@
-"""Decoding: JSON and TOML from files that may hold anything.
+"""Decoding: JSON and TOML from files that may hold anything; and TOML as it is written.
 
+value  a bool, an int, a float, a text, or a list or tuple of these
 Law: input that cannot be decoded raises a DecodeError with a reason of one line; no decoded value is nested deeper than
 MAX_DEPTH, so code that walks through it needs no guard against recursion.
+Law: `from_toml` reads what is written here as an equal value of the same type; a tuple becomes a list.
 """
 
 import errno
 import itertools
+import math
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
 
 MAX_DEPTH = 64  # Fourfold's own files have five levels
 CHUNK_BYTES = 2**20
@@ -101,3 +108,64 @@ def is_too_deep(value: Any) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+# ---- toml writer ---------------------------------------------------------------------------------------------------
+
+MAX_PLAIN_TEXT = 200  # characters on one line; `decode.MAX_LINE_LENGTH` bounds a line, in which each may take ten
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def format_value(value: Any) -> str:
+    """A value as TOML. Raises ValueError for what TOML cannot hold: None, an object, half of a surrogate pair."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return _format_float(value)
+    if isinstance(value, str):
+        return _format_text(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_value, value))}]"
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def format_pair(key: str, value: Any) -> str:
+    """`key = value`. Raises ValueError as `format_value` does."""
+    return f"{key if BARE_KEY.fullmatch(key) else _format_text(key)} = {format_value(value)}"
+
+
+def format_table(values: Mapping[str, Any]) -> Sequence[str]:
+    """A line for each pair."""
+    return [format_pair(key, value) for key, value in values.items()]
+
+
+def _format_float(value: float) -> str:
+    if math.isnan(value):
+        return "nan"
+    return repr(float(value))  # inf and 1e-05 are TOML
+
+
+def _format_text(text: str) -> str:
+    """A basic string; a long text goes on in further lines, which TOML joins."""
+    if len(text) <= MAX_PLAIN_TEXT:
+        return f'"{_escape(text)}"'
+    chunks = [text[start : start + MAX_PLAIN_TEXT] for start in range(0, len(text), MAX_PLAIN_TEXT)]
+    # After a backslash at the end of a line, TOML drops the white space that follows.
+    lines = [re.sub("^ ", r"\\u0020", _escape(chunk)) for chunk in chunks]
+    return '"""\\\n' + "\\\n".join(lines) + '"""'
+
+
+def _escape(text: str) -> str:
+    return "".join(map(_escape_character, text))
+
+
+def _escape_character(character: str) -> str:
+    code = ord(character)
+    if 0xD800 <= code <= 0xDFFF:  # what Python makes of a file name that is not UTF-8
+        raise ValueError(f"the character {character!a}")
+    # NEL and the line separators are legal in TOML, but readers that split lines see an end of line.
+    is_control = code < 0x20 or 0x7F <= code < 0xA0 or code in (0x2028, 0x2029)
+    return ESCAPES.get(character) or (f"\\u{code:04x}" if is_control else character)

@@ -14,9 +14,8 @@ from functools import cached_property
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
 from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step
+from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step, lower_undrained
 from fourfold.plan.data.transport_request import TransportRequest, request_transport
-from fourfold.plan.data.undrained_program import lower_undrained
 from fourfold.plan.data.zero import (
     RESTING_LAYOUTS,
     RestingLayouts,

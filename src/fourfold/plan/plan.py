@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.data.zero import ShardGroups
-from fourfold.plan.decode import DecodeError, from_toml
+from fourfold.plan.decode import DecodeError, format_pair, from_toml
 from fourfold.plan.pipeline.division import StageSpec
 from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
 from fourfold.plan.pipeline.in_flight import least_held
@@ -23,7 +23,6 @@ from fourfold.plan.plan_fields import FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.plan.sequence import SequenceSpec
 from fourfold.plan.tensor_dims import TensorSpec
-from fourfold.plan.toml_writer import format_pair
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb

@@ -5,17 +5,26 @@ container  the module around column layers inside a block: it gets all tokens, a
 entry      the first block of a list: from here on a rank holds some tokens of the hidden tensor
 exit       the last module of the list, or the norm behind it: from here on every rank holds all tokens again
 summed     modules with parameters that compute with some tokens: their gradients are addends
+per token     activations and their gradients, for each token of a batch
+per backward  the gradients of whole parameters that compute with some tokens
 Law: between entry and exit, a module outside of containers computes with this rank's tokens only.
+Law: with residuals that are whole, a container costs an all-reduce and a row layer another. Split, the same tensors
+cost a reduce-scatter and an all-gather, which is as much, and a container another all-gather, in backward.
 
 Source: sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.05198).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.tensor_layers import CONVOLUTIONS, generalized, parent_name
 from fourfold.plan.tensor_rules import ModuleSpec, Style
 from fourfold.words.errors import PlanError, Problem
+from fourfold.words.layout import Change, collective_sent_bytes
+
+# ---- split residuals -----------------------------------------------------------------------------------------------
+
 
 WHOLE, SPLIT = "whole", "split"
 RESIDUALS = (WHOLE, SPLIT)
@@ -183,3 +192,47 @@ def _list_problems(each: _List, modules: Sequence[ModuleSpec]) -> Iterable[Probl
         if member.name not in each.blocks and member.kind != "norm" and has_parameters:
             got = f'residual = "{SPLIT}" and {member.name}, a {member.class_name} without split layers between blocks'
             yield Problem(got, "split layers in each block from the first to the last", KEEP_WHOLE)
+
+
+# ---- tensor traffic ------------------------------------------------------------------------------------------------
+
+
+class BlockTraffic(NamedTuple):
+    """Elements that a rank sends for a block, over a network."""
+
+    whole_per_token: float
+    """Where residuals are whole."""
+    split_per_token: float
+    split_per_backward: float
+
+
+def block_traffic(
+    block: str, modules: Sequence[ModuleSpec], styles: Mapping[str, Style], layout: ResidualLayout, tp: int
+) -> BlockTraffic:
+    """What a block of `layout` costs on `tp` ranks."""
+    inside = [module for module in modules if is_in(module.name, block)]
+    columns = [module for module in inside if styles.get(module.name) is Style.COLUMN]
+    rows = [module for module in inside if module.name in layout.rows]
+    # The layers in a container read one tensor.
+    inputs = {_container(column.name, layout): _size(column, is_input=True) for column in columns}
+    entered, left = sum(inputs.values()), sum(_size(row, is_input=False) for row in rows)
+    weights = [shape for module in inside if module.name in layout.summed for shape in module.parameters.values()]
+    weights += [row.parameters["bias"] for row in rows if "bias" in row.parameters]
+
+    def sent(collective: Change, num_elements: int) -> float:
+        return collective_sent_bytes(collective, whole_bytes=num_elements, size=tp)
+
+    return BlockTraffic(
+        whole_per_token=sent(Change.ALL_REDUCE, entered + left),
+        split_per_token=sent(Change.ALL_GATHER, 2 * entered + left) + sent(Change.REDUCE_SCATTER, entered + left),
+        split_per_backward=sent(Change.ALL_REDUCE, sum(map(math.prod, weights))),
+    )
+
+
+def _container(column: str, layout: ResidualLayout) -> str:
+    return next((name for name in layout.containers if is_in(column, name)), parent_name(column))
+
+
+def _size(layer: ModuleSpec, *, is_input: bool) -> int:
+    """The input or output features of a layer."""
+    return layer.parameters["weight"][int(is_input != (layer.kind == "conv1d"))]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from fourfold.plan.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
-from fourfold.plan.predict.prediction_file import RecordedPrediction
+from fourfold.plan.predict.prediction import RecordedPrediction
 from fourfold.plan.simulate import makespan
 from fourfold.plan.step_comparison import measured_timeline, median_step
 from fourfold.plan.trace_file import Trace

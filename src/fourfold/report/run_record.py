@@ -13,7 +13,7 @@ import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.predict.comparison import is_of_plan
-from fourfold.plan.predict.prediction_file import RecordedPrediction, decode_prediction
+from fourfold.plan.predict.prediction import RecordedPrediction, decode_prediction
 from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.report import checkpoint_card, data_card, faults, memory_card
 from fourfold.report import segments as segments_module

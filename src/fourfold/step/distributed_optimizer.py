@@ -18,7 +18,7 @@ from fourfold.parts.checkpoints import is_in_reentrant_backward
 from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.option_checks import check_options
+from fourfold.parts.optim.user_optimizer import check_options
 from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan

@@ -14,13 +14,11 @@ from torch.optim import Optimizer
 from fourfold.parts import mixed_precision
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.parts.comm.communicator import Communicator, gather_topology, topology_along
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
-from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport
+from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
 from fourfold.parts.comm.reduce.single_rank import single_rank_transport
-from fourfold.parts.comm.reduce.transport_spec import spec_of_request
-from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients
@@ -31,10 +29,9 @@ from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightE
 from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
 from fourfold.parts.deferred_grads import BackwardHalves
 from fourfold.parts.memory_order import agree_on_memory_order
-from fourfold.parts.optim.flat_optimizer import FlatOptimizer
+from fourfold.parts.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
 from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
 from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.parts.optim.update_slices import UpdateSlice, update_slices
 from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
 from fourfold.parts.tensor.whole_tensors import WholeTensors
 from fourfold.plan.data.buckets import Bucket

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts import memory
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly

@@ -18,7 +18,7 @@ from torch import nn
 from fourfold.analysis.calibrate.probe import Probe, make_probe
 from fourfold.analysis.calibrate.timing import Points, Turns, now
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.calibration import Curve
 from fourfold.plan.predict.prices import GroupShape
 from fourfold.words.layout import Change
 from fourfold.words.task import Task

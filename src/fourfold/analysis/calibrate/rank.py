@@ -30,11 +30,11 @@ from fourfold.plan.predict.calibrated_prices import operation_factors
 from fourfold.plan.predict.calibration import (
     Calibration,
     CollectiveRecord,
+    Curve,
     ExchangeRecord,
     MachineIdentity,
     OperationRates,
 )
-from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import FactsSource
 from fourfold.words.layout import Change
 from fourfold.words.task import Task

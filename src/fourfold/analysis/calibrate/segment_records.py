@@ -13,8 +13,7 @@ from fourfold.analysis.calibrate.segments import SegmentTimer, SegmentTurns
 from fourfold.analysis.calibrate.timing import Turns
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
-from fourfold.plan.predict.calibration import Cut, SegmentRecord, signature
-from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.calibration import Curve, Cut, SegmentRecord, signature
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.tensor_tree import tree_map

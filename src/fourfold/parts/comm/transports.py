@@ -21,14 +21,19 @@ from fourfold.parts.comm.reduce.group_scalars import group_world
 from fourfold.parts.comm.reduce.inter_host import GroupInterHostReducer, GroupInterHostScalars
 from fourfold.parts.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
 from fourfold.parts.comm.reduce.process_group import make_group_transport
-from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport, GradsOfBucket, WorldChannel
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS
+from fourfold.parts.comm.reduce.protocol import (
+    NUM_LOSS_SCALARS,
+    CallChecker,
+    DataTransport,
+    GradsOfBucket,
+    TransportSpec,
+    WorldChannel,
+)
 from fourfold.parts.comm.reduce.shared_memory.flag_waits import map_host
 from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
 from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_transport, make_host_world
 from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, single_rank_transport, single_rank_world
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.plan.check import host_shard_problem, no_shared_memory_problem, transport_device_problems
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.words.errors import PlanError

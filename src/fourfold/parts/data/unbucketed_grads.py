@@ -15,7 +15,7 @@ from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.data.countdown import Countdown
 from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
 from fourfold.parts.data.grad_hooks import has_user_hooks
-from fourfold.parts.optim.update_slices import UpdateSlice
+from fourfold.parts.optim.flat_optimizer import UpdateSlice
 from fourfold.plan.data.buckets import Bucket
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 

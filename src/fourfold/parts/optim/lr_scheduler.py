@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fourfold.parts.optim.option_checks import comes_from_torch
+from fourfold.parts.optim.user_optimizer import comes_from_torch
 from fourfold.parts.torch_private import mark_step_called
 from fourfold.plan.scheduler_state import SchedulerState
 from fourfold.words.error_notes import noting

@@ -3,7 +3,9 @@
 round      the reductions after one backward; only where gradients rest split does a step have more than one
 phase      a forward, a backward or an evaluation: weights that rest split are unsharded in each of them
 use order  the buckets in the order in which a phase unshards them; one that is used again later occurs again
+undrained  between steps, forwards are left without their backwards: see `plan/pipeline/schedules.py`
 Law: every data rank has the same program, so all of them begin the same collectives in the same order.
+Law: the last backward of a batch is followed by its reductions and updates, wherever in a step it stands.
 """
 
 from collections import Counter
@@ -24,6 +26,9 @@ from fourfold.words.program import (
     Verb,
     nth_index,
 )
+
+# ---- the step program of the data axis -----------------------------------------------------------------------------
+
 
 UNSHARDED = (Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT)  # the phases that use weights
 COMPLETE_BACKWARD = (Verb.BACKWARD, Verb.BACKWARD_WEIGHT)  # all gradients of a microbatch are there
@@ -244,3 +249,28 @@ def _measures(step: DataStepSpec) -> list[Action]:
     """The measures that need all gradients."""
     wanted = {USED_PARAMS: step.allows_unused, GRAD_NORM: step.has_clip, TRUST_NORMS: step.has_trust_ratios}
     return [Action(Verb.MEASURE, step.stage, scalars) for scalars, is_wanted in wanted.items() if is_wanted]
+
+
+# ---- undrained program ---------------------------------------------------------------------------------------------
+
+
+def lower_undrained(step: DataStepSpec) -> tuple[Action, ...]:
+    """The program of a step between others. A step after a drain has the same one: of its backwards, those that have no
+    forward yet do not run.
+    """
+    launch_order = step.launch_order or tuple(range(step.num_buckets))
+    last = step.microbatches - 1
+    end_of_batch = [Action(Verb.REDUCE, step.stage, bucket) for bucket in launch_order]
+    end_of_batch += [Action(Verb.UPDATE, step.stage, bucket) for bucket in launch_order]
+    actions: list[Action] = []
+    waiting: list[Action] = []
+    for action in step.undrained:
+        if action.verb != Verb.SEND_BACKWARD:
+            actions += waiting
+            waiting = []
+        actions.append(action)
+        if action == Action(Verb.FORWARD, step.stage, last):
+            actions.append(Action(Verb.MEASURE, step.stage, LOSS))
+        if action == Action(Verb.BACKWARD, step.stage, last):
+            waiting = end_of_batch
+    return (*actions, *waiting)

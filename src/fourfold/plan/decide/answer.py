@@ -17,10 +17,10 @@ from fourfold.plan.decide.baselines import fitting, price_baselines
 from fourfold.plan.decide.choice import choose, simplicity
 from fourfold.plan.decide.decision import Change, Decision, Refused
 from fourfold.plan.decide.layers import NO_DIMS, Chain, search_layers
-from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.search import Found, first_fitting, search
 from fourfold.plan.decide.space import CHOICES, Space, divisors
+from fourfold.plan.decide.step_pricing import Pricing
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import MemoryParts, Prediction

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from fourfold.plan.decide.ask import AUTO, Ask
 from fourfold.plan.decide.decision import Refused
-from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.search import Found, search
 from fourfold.plan.decide.space import CHOICES, Space, divisors
+from fourfold.plan.decide.step_pricing import Pricing
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.predict.prediction import Prediction

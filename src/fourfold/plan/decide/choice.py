@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
+from fourfold.plan.decide.step_pricing import Pricing
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.estimate import ESTIMATE_ERROR
 from fourfold.plan.predict.prediction import Prediction

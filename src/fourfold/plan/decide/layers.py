@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.space import CHOICES, Space, divisors
+from fourfold.plan.decide.step_pricing import Pricing
 from fourfold.plan.pipeline.division import EVEN
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction

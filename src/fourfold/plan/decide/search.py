@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.pricing import Pricing
 from fourfold.plan.decide.progress import Progress
 from fourfold.plan.decide.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
+from fourfold.plan.decide.step_pricing import Pricing
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.plan.predict.prediction import Prediction, StepTerms

@@ -15,13 +15,13 @@ from fourfold.plan.predict.calibration import (
     Calibration,
     CalibrationError,
     CollectiveRecord,
+    Curve,
     Cut,
     ExchangeRecord,
     OperationRates,
     SegmentRecord,
     signature,
 )
-from fourfold.plan.predict.curve import Curve
 from fourfold.plan.predict.facts import Collective, Operation, OperationKind, SegmentFacts
 from fourfold.plan.predict.prices import GroupShape, SegmentSeconds
 from fourfold.words.errors import Problem

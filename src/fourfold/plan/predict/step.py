@@ -24,10 +24,9 @@ from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place
 from fourfold.plan.predict.edges import EdgeMessages, message_bytes
 from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction, StepTerms
+from fourfold.plan.predict.prediction import Prediction, StepTerms, first_start, step_terms
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, segments_by_parameter, shorten_waits
-from fourfold.plan.predict.step_terms import first_start, step_terms
 from fourfold.plan.simulate import TimedAction, simulate
 from fourfold.plan.step_programs import StepRecord
 from fourfold.words.layout import Change, collective_sent_bytes

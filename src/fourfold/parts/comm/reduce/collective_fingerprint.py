@@ -5,14 +5,24 @@ call         one collective call of a program: its name and step, such as "evalu
 board        where the ranks of a host write their calls, a ring buffer in shared memory
 fingerprint  48 bits of a call's hash, which a float64 holds exactly
 Law: no weight changes and nothing is returned before all ranks are known to be in the same call.
+Law: all calls begin with an all-reduce of LOSS scalars of one length, so ranks in different calls meet in it.
 """
 
 import hashlib
 import mmap
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from fourfold.parts.comm.collectives import Group, all_gather_rows
+from fourfold.parts.comm.reduce import collective_fingerprint
 from fourfold.parts.comm.reduce.divergence_report import divergence_error
+from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS
 from fourfold.words.errors import DivergenceError
+
+# ---- collective fingerprints ---------------------------------------------------------------------------------------
+
 
 CALL_BYTES = 512
 BOARD_DEPTH = 64  # how many calls a rank may run ahead and still be compared: some calls do not wait
@@ -72,3 +82,32 @@ def decode_call(text: bytes) -> str:
 
 def fingerprint(call: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"))
+
+
+# ---- calls of a process group --------------------------------------------------------------------------------------
+
+
+class FingerprintCheck:
+    """Appends one element per member to the scalars; each member fills its own, so the sum holds all fingerprints."""
+
+    def __init__(self, group: Group, members: Sequence[int], index: int, device: torch.device):
+        self._group, self._members, self._index, self._device = group, members, index, device
+
+    def append_fingerprint(self, values: Tensor, call: str) -> Tensor:
+        """float64 [NUM_LOSS_SCALARS + members]; more values would overwrite the fingerprints."""
+        assert len(values) <= NUM_LOSS_SCALARS
+        tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
+        tensor[: len(values)] = values
+        tensor[NUM_LOSS_SCALARS + self._index] = collective_fingerprint.fingerprint(call)
+        return tensor
+
+    def check(self, sums: Sequence[float], call: str) -> None:
+        """Raise DivergenceError, on every member, unless all fingerprints are the same. Then gathers the calls."""
+        if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
+            return
+        text = torch.frombuffer(bytearray(collective_fingerprint.encode_call(call)), dtype=torch.uint8).to(self._device)
+        texts = [
+            collective_fingerprint.decode_call(bytes(row.tolist()))
+            for row in all_gather_rows(self._group, text, size=len(self._members))
+        ]
+        raise divergence_error(dict(zip(self._members, texts, strict=True)))

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fourfold.parts.codec.protocol import Codec, CodecReduction, Message
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult
 from fourfold.parts.comm.reduce.message_gatherer import MessageGatherer
 from fourfold.parts.comm.reduce.protocol import BucketSlice, GradReducer
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult
 from fourfold.plan.codec import Combine
 
 

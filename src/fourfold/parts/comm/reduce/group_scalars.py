@@ -9,9 +9,8 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.fingerprint_check import FingerprintCheck
-from fourfold.parts.comm.reduce.protocol import WorldChannel
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS, check_room
+from fourfold.parts.comm.reduce.collective_fingerprint import FingerprintCheck
+from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS, WorldChannel, check_room
 from fourfold.words.program import LOSS
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import all_gather_rows, ring_bytes
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult
-from fourfold.parts.comm.reduce.fingerprint_check import FingerprintCheck
-from fourfold.parts.comm.reduce.sharded_collectives import ShardedCollectives
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
+from fourfold.parts.comm.reduce.collective_fingerprint import FingerprintCheck
+from fourfold.parts.comm.reduce.protocol import TransportSpec
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, ShardedCollectives
 from fourfold.words.layout import SPLIT, Change
 
 

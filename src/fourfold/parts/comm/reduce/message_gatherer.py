@@ -9,7 +9,7 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import ring_bytes
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.words.layout import Change
 
 

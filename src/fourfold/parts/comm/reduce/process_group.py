@@ -1,6 +1,7 @@
 """Process group: the transport over torch.distributed: gloo between processes and hosts, NCCL on GPUs.
 
 pending  collectives that have begun and not been waited for, in program order
+round  one reduction of all buckets; a step that accumulates gradients has several
 Law: every rank begins the same collectives of one group in the same order, with at most MAX_REDUCTIONS_IN_FLIGHT
 pending.
 """
@@ -11,19 +12,44 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fourfold.parts import memory
 from fourfold.parts.comm.collectives import all_gather_rows, ring_bytes
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
-from fourfold.parts.comm.reduce.grad_shards import GradShards
 from fourfold.parts.comm.reduce.group_scalars import GroupScalars
-from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, WeightGatherer
-from fourfold.parts.comm.reduce.sharded_collectives import ShardedCollectives
+from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, TransportSpec, WeightGatherer
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, ShardedCollectives, always_done
 from fourfold.parts.comm.reduce.single_rank import LocalScalars, WholeFlats, WholeWeights
-from fourfold.parts.comm.reduce.transport_spec import TransportSpec
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
 from fourfold.words.layout import SPLIT, WHOLE, Change
 from fourfold.words.program import Verb
+
+# ---- sums of several microbatches, split ---------------------------------------------------------------------------
+
+
+class GradShards:
+    """This rank's shard of each bucket's gradient."""
+
+    def __init__(self, grad_buffers: Sequence[Tensor], num_shards: int) -> None:
+        self.flats = [
+            memory.allocate_private(flat.numel() // num_shards, flat.dtype, flat.device) for flat in grad_buffers
+        ]
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """From now on, each bucket's first sum replaces the old values."""
+        self._is_first_round = [True] * len(self.flats)
+
+    def accumulate(self, bucket: int, total: Tensor) -> None:
+        """Add the sum of one round."""
+        if self._is_first_round[bucket]:
+            self.flats[bucket].copy_(total)
+        else:
+            self.flats[bucket].add_(total)
+        self._is_first_round[bucket] = False
+
+
+# ---- the transport -------------------------------------------------------------------------------------------------
 
 
 def make_group_transport(

@@ -11,6 +11,7 @@ to 2.3 times as long (`docs/measured-notes.md`).
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,28 @@ from torch import Tensor
 from fourfold.parts import memory
 from fourfold.parts.comm.collectives import Group, Work, sum_in_order
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.async_result import AsyncResult, GetFuture, always_done
 from fourfold.plan.data.zero import ShardGroups
 from fourfold.words.layout import Change
 from fourfold.words.noop import noop
+
+# ---- async result --------------------------------------------------------------------------------------------------
+
+GetFuture = Callable[[], Any]
+
+
+class AsyncResult(NamedTuple):
+    """A collective that has begun: `wait` returns its result, `is_done` says whether `wait` would return at once."""
+
+    wait: Callable[[], Any]
+    is_done: Callable[[], bool]
+
+
+def always_done() -> bool:
+    """`is_done` of a collective that sends nothing."""
+    return True
+
+
+# ---- sharded collectives -------------------------------------------------------------------------------------------
 
 
 class _TwoStageReduce:

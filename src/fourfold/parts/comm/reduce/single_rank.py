@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradsOfBucket, WorldChannel
-from fourfold.parts.comm.reduce.scalar_room import NUM_LOSS_SCALARS, check_room
+from fourfold.parts.comm.reduce.protocol import (
+    NUM_LOSS_SCALARS,
+    BucketSlice,
+    DataTransport,
+    GradsOfBucket,
+    WorldChannel,
+    check_room,
+)
 
 DESCRIPTION = "one rank, nothing to exchange"
 

@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.async_result import AsyncResult, always_done
-from fourfold.parts.comm.reduce.grad_shards import GradShards
 from fourfold.parts.comm.reduce.inter_host import InterHostReducer, InterHostScalars
-from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, WorldChannel
-from fourfold.parts.comm.reduce.scalar_room import check_room
+from fourfold.parts.comm.reduce.process_group import GradShards
+from fourfold.parts.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, WorldChannel, check_room
+from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.parts.comm.reduce.shared_memory.call_check import CallCheck, HostCalls
 from fourfold.parts.comm.reduce.shared_memory.flag_waits import (
     TIME_LIMIT_SECONDS,
