@@ -12,8 +12,7 @@ from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.bubble import expected_bubble
-from fourfold.plan.pipeline.schedules import batch_actions
+from fourfold.plan.pipeline.schedules import batch_actions, expected_bubble
 from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.collectives import BucketCollectives

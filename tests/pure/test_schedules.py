@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.bubble import expected_bubble, simulated_bubble
 from fourfold.plan.pipeline.checker import deadlock_problems, fuse_exchanges, program_problems
 from fourfold.plan.pipeline.in_flight import least_held, peak_in_flight
 from fourfold.plan.pipeline.schedules import (
@@ -14,8 +13,10 @@ from fourfold.plan.pipeline.schedules import (
     batch_actions,
     compute_actions,
     drain_actions,
+    expected_bubble,
     num_stashed,
     schedule_problems,
+    simulated_bubble,
     weight_version,
 )
 from fourfold.plan.pipeline.sends import add_sends

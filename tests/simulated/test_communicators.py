@@ -13,10 +13,11 @@ from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
 from fourfold.parts import memory
 from fourfold.parts.comm import host_shared_memory
-from fourfold.parts.comm.communicator import Communicator, _RankProcess, gather_topology, host_id, topology_along
+from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
 from fourfold.parts.comm.host_shared_memory import open_host_memory
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring import make_ring
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError
 from fourfold.words.mesh import AXES, Mesh

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fourfold.parts.codec import registry
-from fourfold.parts.comm.communicator import gather_topology
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS, DataTransport, TransportSpec, WorldChannel
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.parts.comm.transports import make_data_transport, make_world_channel
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.data.buckets import Bucket, Slot

@@ -6,10 +6,9 @@ Law: the timeline is that of the programs that would run, with equal blocks: a b
 from torch import nn
 
 from fourfold.plan.lowering import Blueprint
-from fourfold.plan.pipeline.bubble import simulated_bubble
 from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes, edge_note
 from fourfold.plan.pipeline.in_flight import peak_in_flight
-from fourfold.plan.pipeline.schedules import num_stashed, staleness
+from fourfold.plan.pipeline.schedules import num_stashed, simulated_bubble, staleness
 from fourfold.plan.pipeline.timeline_text import timeline_text
 from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
 from fourfold.plan.precision import compute_specs

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from fourfold.parts import mixed_precision
 from fourfold.parts.codec.protocol import Codec
 from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator, gather_topology, topology_along
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
 from fourfold.parts.comm.reduce.single_rank import single_rank_transport
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.data.gradients import Gradients

@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator, gather_topology, topology_along
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import spec_of_request
+from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.parts.data.flat_params import param_specs
 from fourfold.parts.data.grad_buckets import GradBuckets
 from fourfold.parts.optim.option_tracker import OptionTracker

@@ -3,49 +3,22 @@
 device  what this rank trains on: the GPU with its local rank, or the CPU
 Law: a process group that exists is used, and Fourfold never destroys it; else the launcher's environment says what to
 join; else the process is alone.
-Law: of packages, this file imports torch only. Scripts of `fourfold run` that make a process group need it, and to
-import all of `parts.comm` would cost 0.2 to 0.5 s on a busy machine.
 """
 
 import contextlib
 import errno
 import os
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from fourfold.environment import launchers
 from fourfold.environment.world import World, from_environment
 from fourfold.parts.comm import process_group_lifecycle, rendezvous_store
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.words.errors import LaunchError, Problem
-
-# ---- file store ----------------------------------------------------------------------------------------------------
-
-# torch's own limit for process groups. Our launcher watches its ranks, so they need no shorter one.
-GROUP_TIMEOUT_SECONDS = 1800.0
-
-_num_openings: Counter[str] = Counter()
-
-
-def open_file_store(path: str, size: int, timeout_seconds: float) -> Store:
-    """Open the store at `path`. torch removes the file when the last of `size` ranks has released it.
-
-    `timeout_seconds`: how long a rank waits for a key that another rank writes.
-    Keys have the number of the opening as prefix, so a process group never reads the keys of an earlier one.
-    """
-    _num_openings[path] += 1
-    store = PrefixStore(str(_num_openings[path]), FileStore(path, size))
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    return store
-
-
-# ---- init ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

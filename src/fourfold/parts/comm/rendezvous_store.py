@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from fourfold.environment.launchers import RankInfo
 from fourfold.environment.processes import is_alive, process_id
 from fourfold.environment.rendezvous import FileRendezvous, LocalRendezvous, TCPRendezvous, find_rendezvous
-from fourfold.parts.comm.init import GROUP_TIMEOUT_SECONDS, open_file_store
+from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 from fourfold.words.errors import LaunchError, Problem, os_error_text
 
 HOST_TIMEOUT_SECONDS = 60.0  # for the ranks of one host to join

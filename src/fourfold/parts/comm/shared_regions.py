@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from fourfold.parts import memory
-from fourfold.parts.comm.communicator import Communicator, gather_topology
+from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.polling import wait_until
 from fourfold.parts.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
+from fourfold.parts.comm.topology import gather_topology
 from fourfold.words.errors import PeerError, Problem
 
 AREA_BYTES = 2**34  # of addresses, not of memory

@@ -9,17 +9,24 @@ drain       the backwards that are left after the last batch's forwards
 I, W        the backward of a stage's inputs, for which the stage before it waits; that of its weights: nobody waits
 limit       how many microbatches an index may have in flight, from F to W
 preference  what an index begins when it could begin several actions; the search tries all of them
+block   the compute time of one microbatch on one stage, equal on all stages
+span    from an index's first action to the end of its last one; in the zero-bubble schedules indexes begin and end
+        their steps one after the other, so that the span of one is shorter than that of all together
+bubble  the most that any index waits within its span, over what it computes
 Law: a schedule's lists hold every forward and backward of every stage and microbatch once, and they end. Every stage
 runs its backwards in order of microbatch, so that all schedules sum gradients in one order.
 Law: the steps of all batches and the drain are the whole list in order, and no step waits for a later one.
 Law: no index ever has more microbatches in flight than the limit, and no index waits while it could begin an F or an I
 within the limit.
+Law: the simulated bubble is the expected one, if messages take no time.
 
 Sources: GPipe (Huang et al., 1811.06965); 1F1B: PipeDream-Flush (Narayanan et al., 2006.09503) and DAPPLE (Fan et al.,
 2007.01045); interleaved 1F1B (Narayanan et al., 2104.04473, §2.2); PipeDream (Narayanan et al., SOSP 2019): with stage
 k of n counted from 1, batch t uses w_k(t − n + k); PipeDream-2BW (2006.09503): batch t uses w(t − 1) on every stage;
 Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241): with a limit of pp the bubble is that of ZB-H1, with
 2 pp − 1 that of ZB-H2; the search is the heuristic of its section 3.1.
+Sources: (p − 1)/m, see GPipe (1811.06965); (p − 1)/(v·m), Narayanan et al. (2104.04473), §2.2.2; H1 and H2, Qi et al.
+(2401.10241), table 2.
 """
 
 import heapq
@@ -30,9 +37,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.dependencies import Dependencies, Dependency
-from fourfold.plan.pipeline.bubble import simulated_bubble
 from fourfold.plan.pipeline.checker import read_written
 from fourfold.plan.pipeline.spec import EQUAL_COSTS, BlockCosts, ComputeLists, PipelineSpec
+from fourfold.plan.simulate import simulate
 from fourfold.words.errors import Problem, closest_match
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Verb
@@ -294,6 +301,46 @@ class _Search:
     def lists(self) -> ComputeLists:
         """By index, what it began."""
         return tuple(map(tuple, self._actions))
+
+
+# ---- bubbles -------------------------------------------------------------------------------------------------------
+
+
+def simulated_bubble(
+    lists: Sequence[Sequence[Action]], costs: BlockCosts = EQUAL_COSTS, *, ends_together: bool = False
+) -> float:
+    """The bubble of lists with or without messages.
+
+    `ends_together`: all indexes wait for the last one before their updates, for the norm of all gradients or for
+    whether one of them is not finite; so the span of each is that of all together.
+    """
+    program = {index: tuple(actions) for index, actions in enumerate(lists)}
+    timeline = simulate(program, lambda _, action: costs.of(action), mesh=Mesh(pp=len(lists)))
+    computing = [[timed for timed in times if costs.of(timed.action)] for times in timeline.values()]
+    spans = [(times[0].start, times[-1].end) for times in computing]
+    if ends_together:
+        spans = [(min(start for start, _ in spans), max(end for _, end in spans))] * len(spans)
+    busy = [sum(costs.of(timed.action) for timed in times) for times in computing]
+    return max((stop - start - own) / own for (start, stop), own in zip(spans, busy, strict=True))
+
+
+def expected_bubble(schedule: str, spec: PipelineSpec) -> float | None:
+    """The bubble by the schedule's formula; None: there is none for these sizes.
+
+    Of the zero-bubble schedules, H1 needs m ≥ p microbatches and a limit of p in flight, H2 m ≥ 2p − 1 and a limit of
+    2p − 1. The search may find a smaller bubble than that of H2 within a larger limit.
+    """
+    p, m, costs = spec.pp, spec.microbatches, spec.costs
+    if schedule in ASYNCHRONOUS:
+        return 0.0  # between the first batches and the drain
+    if schedule != "zero-bubble":
+        return (p - 1) / (spec.interleave * m)
+    limit = spec.max_in_flight or p
+    fillings = {p: 1, 2 * p - 1: 2}.get(limit)
+    if fillings is None or m < limit:
+        return None
+    gap = costs.forward + costs.backward_input - fillings * costs.backward_weight
+    return (p - 1) * max(0.0, gap) / (m * costs.total)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Law: an estimate is within ESTIMATE_ERROR of the prediction. So a search loses n
 of their estimates, and ends with the first whose estimate is above (1 + ESTIMATE_ERROR) times the best prediction: what
 is behind it takes longer than that. Of estimates alone it must keep those up to (1 + e) / (1 − e) times the least one.
 Law: with one bucket, or with messages that are hidden as a whole, the forms of a place are the simulated times. With
-equal stages and no messages those of a pipeline are the schedules' own (`plan/pipeline/bubble.py`).
+equal stages and no messages those of a pipeline are the schedules' own (`plan/pipeline/schedules.py`).
 
 What depends on few fields of a plan is kept in tables: places (`stage_table.py`) and buckets (`bucket_table.py`).
 """
