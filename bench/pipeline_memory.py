@@ -26,7 +26,7 @@ from bench.measurement import describe_machine, format_table
 from fourfold.analysis.task_facts.fake_ranks import FakeChannel
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout
 from fourfold.parts.sequence.sequence_group import SequenceGroup

@@ -22,7 +22,8 @@ from torch import Tensor
 from fourfold.parts.comm import init
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor import process_group
-from fourfold.parts.comm.tensor_groups import TensorGroup, make_tensor_group
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.memory import keep_freed_memory
 from fourfold.parts.tensor.split_region import RowProduct
 

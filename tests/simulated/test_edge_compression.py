@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.edges import HEADER_WORDS, TensorSpec, encode
-from fourfold.parts.comm.tensor_groups import CALL_ROW
+from fourfold.parts.comm.tensor.protocol import CALL_ROW
 from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.analysis.describe_recompute import format_recompute
 from fourfold.parts.checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup, TensorGroup, make_tensor_group
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.sequence import ring
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import TensorGroup, make_tensor_group
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.tensor.cross_entropy import Vocabulary, split_cross_entropy
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.testing import threads

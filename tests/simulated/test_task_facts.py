@@ -15,7 +15,7 @@ from fourfold.analysis.task_facts.segments import equal_blocks
 from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.losses import cross_entropy
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.parts.torch_private import storage_key
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.facts import ModelFacts, OperationKind, SegmentFacts

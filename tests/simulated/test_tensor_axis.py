@@ -16,7 +16,7 @@ from torch import nn
 import fourfold as ff
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.shared_memory.host_transport import LazyReducer
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.parts.tensor.cut import local_part
 from fourfold.parts.tensor.layers import split_layer
 from fourfold.parts.tensor.split_region import SplitRegion

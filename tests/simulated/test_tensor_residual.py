@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.parts.tensor.layers import RowLinear, split_layer
 from fourfold.parts.tensor.split_region import LeaveTokens, SplitRegion
 from fourfold.plan.plan import Plan

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.torch_dispatch import PRODUCTS_AND_ATTENTION, EagerDispatchMode, kept_alias
 from fourfold.parts.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError

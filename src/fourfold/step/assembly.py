@@ -18,7 +18,7 @@ from fourfold.parts.comm.edge_compression import make_compression
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
 from fourfold.parts.comm.row_exchange import make_row_exchange
-from fourfold.parts.comm.tensor_groups import CALL_ROW, SingleRankTensorGroup
+from fourfold.parts.comm.tensor.protocol import CALL_ROW, SingleRankTensorGroup
 from fourfold.parts.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer

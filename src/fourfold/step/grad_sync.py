@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import ScalarReducer
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.gradients import Gradients, launch_complete
 from fourfold.parts.data.local_sgd import LocalSGD
 from fourfold.parts.data.weight_edits import WeightEdits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.words.program import TRUST_NORMS
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.checkpoints import is_in_checkpoint
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
 from fourfold.parts.tensor.split_region import origins
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of

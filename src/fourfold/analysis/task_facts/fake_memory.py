@@ -22,7 +22,7 @@ from fourfold.analysis.task_facts.fake_step import FakeModel
 from fourfold.analysis.task_facts.meta_calls import MetaCalls
 from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup, TensorGroup
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
 from fourfold.plan.predict.facts import TemporaryPeak
 from fourfold.plan.tensor_residual import WHOLE
 from fourfold.step.peak_memory import ACTIVATION, PeakMemory

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.torch_private import are_transforms_active, is_graph_kept
 from fourfold.words.errors import Problem, TaskError
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.parts.comm.tensor_groups import TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.parts.tensor.cross_entropy import Vocabulary, cross_entropy, split_cross_entropy
 from fourfold.parts.tensor.logits_source import Source, gather_classes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.tensor_groups import CallMismatch, CheckedTensorGroup
+from fourfold.parts.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import full_backward_hooks, own_parameters
 from fourfold.step.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.step.model_call import call_model, eval_mode

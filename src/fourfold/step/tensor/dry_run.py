@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.tensor_groups import CallMismatch, CheckedTensorGroup
+from fourfold.parts.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
 from fourfold.parts.torch_private import swapped_state
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.batch_statistics import frozen_statistics

@@ -12,7 +12,8 @@ from torch import nn
 
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import SingleRankTensorGroup, TensorGroup, make_tensor_group
+from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.cut import cut_model
 from fourfold.parts.tensor.residual import split_residual

@@ -8,7 +8,7 @@ calls meet in it, over shared memory and over messages, and raise DivergenceErro
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.reduce.protocol import CallChecker
 from fourfold.parts.comm.row_exchange import RowExchange
-from fourfold.parts.comm.tensor_groups import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
+from fourfold.parts.comm.tensor.protocol import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
 
 
 class TensorCalls:

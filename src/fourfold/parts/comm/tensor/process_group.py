@@ -15,7 +15,7 @@ from torch import Tensor
 from fourfold.parts.comm.collectives import Work
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import HALF, add_parts, compare_calls, max_parts
+from fourfold.parts.comm.tensor.protocol import HALF, add_parts, compare_calls, max_parts
 from fourfold.words.layout import Change, collective_sent_bytes
 
 # A chunk's latency must be small beside its transfer. Measured: `docs/measured-notes.md`, "Chunks of row products".

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fourfold.parts.comm.shared_regions import SharedRegions
-from fourfold.parts.comm.tensor_groups import Combine, add_parts, max_parts
+from fourfold.parts.comm.tensor.protocol import Combine, add_parts, max_parts
 from fourfold.words.errors import DivergenceError, Problem
 from fourfold.words.layout import Change
 
