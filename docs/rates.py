@@ -6,7 +6,7 @@ Law: the curves are those of `fourfold.LRSchedule`; nothing is drawn by hand.
 from pathlib import Path
 
 import fourfold as ff
-from fourfold.report.line_chart import Series, line_chart
+from fourfold.report.svg import Series, line_chart
 
 STEPS, WARMUP, TUNED, BATCH = 900, 90, 64, 512
 STYLE = """<style>

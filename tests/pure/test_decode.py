@@ -23,7 +23,7 @@ from fourfold.plan.decode import (
 )
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import decode_trace
-from fourfold.report import faults, page
+from fourfold.report import cards, page
 from fourfold.report.run_record import ReportError
 from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
@@ -161,7 +161,7 @@ def test_a_trace_whose_program_is_not_text_is_refused(program):
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_deeply_nested_fault_is_counted(depth, tmp_path):
     (tmp_path / FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
-    found = faults.read_faults(tmp_path)
+    found = cards.read_faults(tmp_path)
     assert len(found.faults) + found.num_unreadable == 1
     assert found.num_unreadable == (depth > 1000)
 

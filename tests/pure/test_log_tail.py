@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.report import log_tail
-from fourfold.report.log_tail import LogTail
+from fourfold.report import live_run
+from fourfold.report.live_run import LogTail
 from fourfold.report.run_record import read_log
 
 # Lines of different lengths, so that one that is cut off and written again ends elsewhere.
@@ -45,7 +45,7 @@ def act(path: Path, action: str, line: bytes, fraction: float, pending: bytes) -
 @given(actions=st.lists(ACTIONS, max_size=12), chunk_bytes=st.sampled_from([1, 16, 2**22]))
 def test_a_followed_log_has_the_lines_of_the_file(actions, chunk_bytes):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_tail, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(live_run, "CHUNK_BYTES", chunk_bytes)
         path, pending = Path(folder) / "metrics.jsonl", b""
         path.touch()
         tail = LogTail(path)
@@ -74,11 +74,11 @@ def test_only_what_was_appended_is_read(tmp_path, monkeypatch):
         file.write(b'{"resumed": 7}\n')
     assert tail.read()
     assert tail.lines[-1] == {"resumed": 7}
-    assert sum(num_bytes) <= log_tail.MARK_BYTES + 15
+    assert sum(num_bytes) <= live_run.MARK_BYTES + 15
 
 
 def test_a_file_that_ends_as_the_one_it_replaces_is_read_again(tmp_path):
-    path, end = tmp_path / "metrics.jsonl", b'{"resumed": 2}\n' * log_tail.MARK_BYTES
+    path, end = tmp_path / "metrics.jsonl", b'{"resumed": 2}\n' * live_run.MARK_BYTES
     path.write_bytes(b'{"resumed": 1}\n' + end)
     tail = LogTail(path)
     assert tail.read()

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fourfold.report.palette import CURVES, DARK, DRAWN, LIGHT
+from fourfold.report.style import CURVES, DARK, DRAWN, LIGHT
 
 # Full dichromacy on linear RGB: Machado, Oliveira & Fernandes, "A physiologically-based model for simulation of color
 # vision deficiency", 2009, table 1.

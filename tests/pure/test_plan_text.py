@@ -16,7 +16,7 @@ from fourfold.plan.predict.cluster_file import load_cluster
 from fourfold.plan.predict.gpt_facts import GptFacts
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
-from fourfold.report.decision_page import render_decision
+from fourfold.report.plan_pages import render_decision
 from tests.decision_cases import (
     BEST,
     DECISION,

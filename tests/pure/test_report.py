@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import Event, Trace, encode_trace
-from fourfold.report import charts, comparison, html_table, line_chart, page, run_record, step_timeline, svg
+from fourfold.report import charts, html_page, page, run_record, step_timeline, svg
 from fourfold.report.key_figures import key_figures
 from fourfold.report.style import CSS
 from fourfold.step.metrics import Metrics
@@ -157,7 +157,7 @@ def test_text_from_a_run_is_escaped(tmp_path):
     assert NASTY in visible_text(html)
     assert "a&b" in visible_text(html)
     assert NASTY in visible_text(
-        comparison.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
+        page.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
     )
 
 
@@ -207,8 +207,8 @@ def test_a_missing_run_is_reported_with_the_closest_name(run):
 @given(points=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30), name=st.text(st.characters(codec="utf-8")))
 def test_any_curve_is_well_formed(points, name):
     name = "".join(char for char in name if char.isprintable())
-    series = [line_chart.Series(name, points), line_chart.Series("dots", points, 1, "dots")]
-    drawing = line_chart.line_chart(series, x="step", y="loss", title=name)
+    series = [svg.Series(name, points), svg.Series("dots", points, 1, "dots")]
+    drawing = svg.line_chart(series, x="step", y="loss", title=name)
     assert ElementTree.fromstring(drawing) is not None if points else drawing == ""
     assert "nan" not in drawing.replace(name, "")
 
@@ -267,11 +267,11 @@ def test_every_field_of_the_plan_is_shown(run):
 
 @given(num=st.integers(0, 90))
 def test_a_long_table_keeps_every_row_and_shows_the_last(num):
-    rows = [html_table.render_row([str(number)]) for number in range(num)]
-    root = ElementTree.fromstring(f"<p>{html_table.render_table(['n'], rows, style='faults')}</p>")
+    rows = [html_page.render_row([str(number)]) for number in range(num)]
+    root = ElementTree.fromstring(f"<p>{html_page.render_table(['n'], rows, style='faults')}</p>")
     assert [row[0].text for row in root.iter("tr") if row[0].tag == "td"] == [str(number) for number in range(num)]
     hidden = [row for details in root.iter("details") for row in details.iter("tr")]
-    assert max(0, num - html_table.MAX_ROWS) == max(0, len(hidden) - 1)
+    assert max(0, num - html_page.MAX_ROWS) == max(0, len(hidden) - 1)
 
 
 def test_durations_are_shown_with_units():
@@ -296,7 +296,7 @@ def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
         make_run(tmp_path / "words"),
         *(make_run(tmp_path / name, tokens=None) for name in ("images", "pictures")),
     ]
-    axes = axes_of(comparison.render_comparison([run_record.read_run(folder) for folder in folders]))
+    axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
     assert "words" in tokens
     assert "images" in samples
@@ -307,7 +307,7 @@ def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
 
 def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
     axes = axes_of(
-        comparison.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
+        page.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
     )
     (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
     assert "first" in rate

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.report import comparison, key_figures, page, run_record
+from fourfold.report import key_figures, page, run_record
+from fourfold.report.cards import MemoryRecord, memory_card
 from fourfold.report.key_figures import Figure
-from fourfold.report.line_chart import Series, line_figure
-from fourfold.report.memory_card import MemoryRecord, memory_card
+from fourfold.report.svg import Series, line_figure
 from tests.browser import Tab, needs_browser, open_tab
 from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
 
@@ -184,7 +184,7 @@ def test_a_comparison_shows_what_differs_first_then_final_values_then_a_curve_of
 
 def test_a_comparison_of_equal_runs_says_that_nothing_differs(tmp_path):
     records = [run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")]
-    assert "Nothing." in visible_text(comparison.render_comparison(records))
+    assert "Nothing." in visible_text(page.render_comparison(records))
 
 
 # Points at step 4 of the first drawing.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fourfold.report import checkpoint_card, comparison, faults, line_chart, page, run_record
-from fourfold.report.faults import Faults
+from fourfold.report import cards, page, run_record, svg
+from fourfold.report.cards import Faults
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
 
@@ -94,19 +94,19 @@ def test_unreadable_fault_lines_are_counted_and_the_others_shown(junk, tmp_path_
     folder = tmp_path_factory.mktemp("run")
     lines = [line for each in junk for line in each.splitlines() if line.strip()]
     write_faults(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
-    result = faults.read_faults(folder)
+    result = cards.read_faults(folder)
     assert [fault.kind for fault in result.faults] == ["restart", "skipped step"]
     assert result.num_unreadable == len(lines)
-    assert ("could not be read" in faults.faults_card(result, [])) == bool(lines)
+    assert ("could not be read" in cards.faults_card(result, [])) == bool(lines)
 
 
 @given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
 @example(known=[Fault(time=1e300, kind="\x00" + NASTY, step=2**70, text="\x1b[31m")], resumed=[])
 def test_any_fault_gives_well_formed_html(known, resumed):
-    card = faults.faults_card(Faults(known), resumed)
+    card = cards.faults_card(Faults(known), resumed)
     root = ElementTree.fromstring(f"<html>{card}</html>")
     assert len([row for row in root.iter("tr") if row[0].tag == "td"]) == len(known)
-    assert sum(len(series.points) for series in faults.fault_marks(known, last_step=100)) == sum(
+    assert sum(len(series.points) for series in cards.fault_marks(known, last_step=100)) == sum(
         0 <= f.step <= 100 for f in known
     )
 
@@ -139,7 +139,7 @@ def test_a_run_without_checkpoints_says_so(run):
     html = page.write_report([run]).read_text()
     assert "None was saved." in visible_text(html)
     assert not rows(html, "saved")
-    assert checkpoint_card.read_checkpoints(run, []).on_disk == []
+    assert cards.read_checkpoints(run, []).on_disk == []
 
 
 def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
@@ -164,17 +164,17 @@ def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
 def test_a_comparison_counts_restarts_and_skipped_steps(tmp_path):
     folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", loss=2.0)]
     write_faults(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
-    text = visible_text(comparison.render_comparison([run_record.read_run(folder) for folder in folders]))
+    text = visible_text(page.render_comparison([run_record.read_run(folder) for folder in folders]))
     assert "restarts / skipped steps2 / 10 / 0" in text.replace("> ", "")
 
 
 def test_marks_do_not_move_the_curve():
-    curve = line_chart.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
+    curve = svg.Series("loss", [(0.0, 3.0), (10.0, 2.0)])
     marks = [
-        line_chart.Series("restart", [(5.0, 0.0)], 3, "rule"),
-        line_chart.Series("checkpoint", [(9.0, 0.0)], 2, "tick"),
+        svg.Series("restart", [(5.0, 0.0)], 3, "rule"),
+        svg.Series("checkpoint", [(9.0, 0.0)], 2, "tick"),
     ]
-    drawn = [line_chart.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
+    drawn = [svg.line_chart(each, x="step", y="loss", title="Loss") for each in ([curve], [*marks, curve])]
     paths = [[n.get("d") for n in ElementTree.fromstring(each).iter(f"{SVG}path") if n.get("class") == "line c0"]
              for each in drawn]  # fmt: skip
     assert paths[0] == paths[1]

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from fourfold.cli.watch import watch_run
-from fourfold.environment import file_lock
-from fourfold.report.live_run import LiveRun
+from fourfold.report import live_run
+from fourfold.report.live_run import LiveRun, judge_status
 from fourfold.report.live_server import LiveServer
 from fourfold.report.run_record import read_run
-from fourfold.report.run_status import judge_status
 from fourfold.words.errors import SettingError
 from tests.browser import needs_browser, open_tab
 from tests.pure.test_report import NASTY, make_run
@@ -217,18 +216,18 @@ def test_text_from_a_run_is_escaped(tmp_path):
 
 def test_the_lock_of_a_run_is_seen_and_not_taken(run):
     path = run / "metrics.jsonl"
-    assert file_lock.is_locked(path) is False
+    assert live_run.is_locked(path) is False
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert file_lock.is_locked(path) is True
+        assert live_run.is_locked(path) is True
     with path.open("ab") as file:
-        assert file_lock.is_locked(path) is False
+        assert live_run.is_locked(path) is False
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if asking had left a lock
 
 
 def test_without_a_list_of_locks_it_is_unknown_who_has_one(run, monkeypatch):
-    monkeypatch.setattr(file_lock, "PROC_LOCKS", run / "none")
-    assert file_lock.is_locked(run / "metrics.jsonl") is None
+    monkeypatch.setattr(live_run, "PROC_LOCKS", run / "none")
+    assert live_run.is_locked(run / "metrics.jsonl") is None
 
 
 @pytest.mark.parametrize(("last", "locked", "quiet", "state"), [

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fourfold.report import faults as reported
+from fourfold.report import cards as reported
 from fourfold.trainer import fault_log
 from fourfold.trainer.run_dir import RunDir, archive_run
 from fourfold.trainer.run_identity import read_finished_record

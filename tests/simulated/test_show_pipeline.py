@@ -11,7 +11,7 @@ import pytest
 from fourfold.analysis.describe import show
 from fourfold.cli import main
 from fourfold.plan.plan import Plan
-from fourfold.report.plan_page import render_plan
+from fourfold.report.plan_pages import render_plan
 from fourfold.tasks import lm
 from fourfold.words.task import Task
 

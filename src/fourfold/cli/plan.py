@@ -128,7 +128,7 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     check_out(arguments)
     lines = _write_plan(arguments.out, chosen, measured, question)
     if (page := arguments.value("html")) is not None:
-        from fourfold.report.decision_page import render_decision
+        from fourfold.report.plan_pages import render_decision
 
         write_file(page, render_decision(decision, workload))
         lines.append(f"page   {page}")
@@ -170,7 +170,7 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
     head = describe_curves(curves, lists, arguments)
     print_text(format_curves(curves, head=head))
     if (page := arguments.value("html")) is not None:
-        from fourfold.report.plan_curves_page import render_curves
+        from fourfold.report.plan_pages import render_curves
 
         write_file(page, render_curves(curves, title="What if", under=head))
         print_text(f"\npage   {page}")

@@ -240,7 +240,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
     from fourfold.cli.plan_record import describe_prediction
-    from fourfold.report.plan_page import render_plan
+    from fourfold.report.plan_pages import render_plan
     from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fourfold.report import checkpoint_card, faults
-from fourfold.report.html_table import render_text
-from fourfold.report.line_chart import Point, Series, line_figure
+from fourfold.report import cards
+from fourfold.report.html_page import render_text
 from fourfold.report.run_record import RunRecord
+from fourfold.report.svg import Point, Series, line_figure
 from fourfold.words.terminal_text import escape_controls
 
 MAX_POINTS = 500  # of a curve: no drawing shows more
@@ -37,10 +37,10 @@ def loss_chart(records: Sequence[RunRecord]) -> str:
     if is_one:
         (one,) = records
         marks = [
-            *faults.fault_marks(one.faults.faults, last_step=one.last_step),
-            checkpoint_card.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
+            *cards.fault_marks(one.faults.faults, last_step=one.last_step),
+            cards.checkpoint_ticks(one.checkpoints, last_step=one.last_step),
         ]
-        note = faults.no_faults_note(one.faults, one.resumed_steps)
+        note = cards.no_faults_note(one.faults, one.resumed_steps)
     drawing = line_figure([*marks, *series, *dots], x="step", y="loss", title="Loss")
     return f"<h2>Loss</h2>{drawing or '<p>No step has ended.</p>'}{_note(note)}"
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from fourfold.feed.bench.result import WINDOW_TEXT, Result, histogram
 from fourfold.feed.bench.text import COLUMNS, RULES, UNKNOWN, epoch_rows, name_of, percent, summary_rows
-from fourfold.report.html_page import render_card, render_page
-from fourfold.report.html_table import render_row, render_table, render_text
-from fourfold.report.line_chart import Series, line_figure
-from fourfold.report.svg import Bar, bar_chart
+from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
+from fourfold.report.svg import Bar, Series, bar_chart, line_figure
 from fourfold.words.units import format_bytes_per_second, format_si
 
 PAGE_TITLE = "Feed bench"

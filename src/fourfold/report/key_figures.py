@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from fourfold.report.data_card import format_utilization, total_window
+from fourfold.report.cards import format_utilization, total_window
 from fourfold.report.run_record import RunRecord
 from fourfold.trainer.progress import format_duration
 from fourfold.words.units import format_bytes, format_si

@@ -1,24 +1,41 @@
 """Page: a run, or a comparison of several, as one HTML file that needs no other.
 
-Law: what the run has not recorded has no card; a page is written whole, and shows the run as its files are now.
+Law: what a run has not recorded has no card; a page is written whole, and shows the runs as their files are now. In a
+comparison every row has a value of each run, or a dash; the best one is marked where it is known which is better.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.pipeline.schedules import ASYNCHRONOUS
 from fourfold.plan.trace_file import Trace
-from fourfold.report import charts, checkpoint_card, faults, segments
-from fourfold.report.comparison import render_comparison
-from fourfold.report.data_card import data_card
-from fourfold.report.html_page import render_card, render_page, render_values
-from fourfold.report.html_table import render_text
-from fourfold.report.key_figures import key_figures
-from fourfold.report.memory_card import memory_card
-from fourfold.report.prediction_card import prediction_card
+from fourfold.report import charts
+from fourfold.report.cards import (
+    RESTART,
+    SKIPPED,
+    checkpoints_card,
+    data_card,
+    faults_card,
+    memory_card,
+    segments_card,
+)
+from fourfold.report.html_page import (
+    UNKNOWN,
+    format_value,
+    render_card,
+    render_page,
+    render_row,
+    render_text,
+    render_values,
+)
+from fourfold.report.key_figures import Figure, best_evaluations, best_indices, key_figures
 from fourfold.report.run_record import RunRecord, read_run
-from fourfold.report.step_timeline import action_card, step_card, undrained_step_card
+from fourfold.report.step_timeline import action_card, prediction_card, step_card, undrained_step_card
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
 
 REPORT_FILE = "report.html"
 MAX_COLUMNS = 9  # of key figures
@@ -54,7 +71,7 @@ def render_run(record: RunRecord) -> str:
         render_card(action_card(trace) if trace else untraced),
         _checkpoints_and_segments(record),
         render_card(data_card(record.data), wide=True),
-        render_card(faults.faults_card(record.faults, record.resumed_steps), wide=True),
+        render_card(faults_card(record.faults, record.resumed_steps), wide=True),
         render_card(prediction_card(record.prediction, trace, [line["seconds"] for line in record.steps]), wide=True),
         render_card(_step_card(record, trace), wide=True) if trace else "",
         *_description(record),
@@ -100,8 +117,8 @@ def _step_card(record: RunRecord, trace: Trace) -> str:
 
 def _checkpoints_and_segments(record: RunRecord) -> str:
     saves, times = (
-        render_card(checkpoint_card.checkpoints_card(record.checkpoints)),
-        segments.segments_card(record.segments),
+        render_card(checkpoints_card(record.checkpoints)),
+        segments_card(record.segments),
     )
     return f'<div class="stack">{saves}{render_card(times)}</div>' if times else saves
 
@@ -111,3 +128,78 @@ def _describe_ranks(record: RunRecord) -> str:
     for axis in ("pp", "dp", "sp", "tp"):
         size *= record.plan.get(axis, 1)
     return "1 process" if size == 1 else f"{size} ranks"
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+def render_comparison(records: Sequence[RunRecord]) -> str:
+    """The page that compares several runs."""
+    cards = [
+        render_card(_differing_settings(records), wide=True),
+        render_card(_final_values(records), wide=True),
+        render_card(charts.loss_chart(records)),
+        render_card(charts.throughput_chart(records)),
+        *map(render_card, charts.measure_charts(records)),
+        render_card(charts.lr_chart(records)),
+        render_card(charts.grad_norm_chart(records)),
+    ]
+    title = " · ".join(record.name for record in records)
+    return render_page(title, f"{len(records)} runs compared", f'<div class="cards">{"".join(cards)}</div>')
+
+
+def _final_values(records: Sequence[RunRecord]) -> str:
+    tables = [_figures(record) for record in records]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    rows = []
+    for name in names:
+        figures = [table.get(name) for table in tables]
+        best = best_indices(figures)
+        cells = [_figure_cell(each, is_best=index in best) for index, each in enumerate(figures)]
+        rows.append(f"<tr><td>{render_text(name)}</td>{''.join(cells)}</tr>")
+    note = "★ marks the best value of a row, if the name of the metric tells whether lower or higher is better."
+    return f'<h2>Final values</h2>{_table(records, rows, style="runs finals")}<p class="note">{note}</p>'
+
+
+def _figure_cell(figure: Figure | None, *, is_best: bool) -> str:
+    text = UNKNOWN if figure is None else f"{figure.text} ({figure.note})" if figure.note else figure.text
+    style = ' class="best"' if is_best else ""
+    return f"<td{style}>{render_text(text)}</td>"
+
+
+def _figures(record: RunRecord) -> dict[str, Figure]:
+    """The final figures by name, those of evaluations without their best values, which have rows of their own."""
+    names = set(record.evaluations[-1][1] if record.evaluations else ())
+    finals = [
+        each._replace(note="") if each.name.removeprefix("validation ") in names else each
+        for each in key_figures(record)
+    ]
+    counts = record.faults.count(RESTART), record.faults.count(SKIPPED)
+    lost = Figure("restarts / skipped steps", f"{counts[0]:,} / {counts[1]:,}")
+    return {each.name: each for each in (*finals, *best_evaluations(record), lost)}
+
+
+def _differing_settings(records: Sequence[RunRecord]) -> str:
+    tables = [_all_settings(record) for record in records]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    rows = []
+    for name in names:
+        texts = [format_value(table[name]) if name in table else UNKNOWN for table in tables]
+        if len(set(texts)) > 1:
+            rows.append(render_row([name, *texts]))
+    table = _table(records, rows) if rows else "<p>Nothing.</p>"
+    return f"<h2>What differs in plan and settings</h2>{table}"
+
+
+def _all_settings(record: RunRecord) -> Mapping[str, Any]:
+    """Settings, plan and environment by name; a name of several has the section before it."""
+    found: dict[str, Any] = {}
+    for section, values in record.sections.items():
+        for name, value in values.items():
+            found[name if name not in found else f"{section}: {name}"] = value
+    return found
+
+
+def _table(records: Sequence[RunRecord], rows: Sequence[str], *, style: str = "runs") -> str:
+    head = render_row(["", *(record.name for record in records)], "th")
+    return f'<div class="scroll"><table class="{style}">{head}{"".join(rows)}</table></div>'

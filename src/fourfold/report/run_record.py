@@ -15,8 +15,7 @@ from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
 from fourfold.plan.predict.comparison import is_of_plan
 from fourfold.plan.predict.prediction import RecordedPrediction, decode_prediction
 from fourfold.plan.trace_file import Trace, decode_trace
-from fourfold.report import checkpoint_card, data_card, faults, memory_card
-from fourfold.report import segments as segments_module
+from fourfold.report import cards
 from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 from fourfold.words.measures import num_units, waiting_fraction
@@ -55,9 +54,9 @@ class LogLine(TypedDict, total=False):
     rate: float | None
     lr: float | None
     grad_norm: float | None
-    memory: memory_card.MemoryRecord
+    memory: cards.MemoryRecord
     data_seconds: float | None
-    data: data_card.DataRecord
+    data: cards.DataRecord
 
 
 class ReportError(FourfoldError):
@@ -86,12 +85,12 @@ class RunRecord:
     evaluations: Sequence[tuple[int, Mapping[str, float | None]]]
     finish_line: Mapping[str, Any] | None
     trace: Trace | None
-    faults: faults.Faults
-    checkpoints: checkpoint_card.CheckpointHistory
+    faults: cards.Faults
+    checkpoints: cards.CheckpointHistory
     resumed_steps: Sequence[int]
-    segments: Sequence[segments_module.Segment]
-    memory: memory_card.MemoryRecord | None = None
-    data: Sequence[data_card.DataRecord] = ()
+    segments: Sequence[cards.Segment]
+    memory: cards.MemoryRecord | None = None
+    data: Sequence[cards.DataRecord] = ()
     prediction: RecordedPrediction | None = None
 
     @property
@@ -218,12 +217,12 @@ def make_record(
         evaluations=[(line["step"], line["valid"]) for line in lines if "step" in line and "valid" in line],
         finish_line=next((line for line in reversed(lines) if "finished" in line), None),
         trace=trace,
-        faults=faults.read_faults(path),
-        checkpoints=checkpoint_card.read_checkpoints(path, lines),
+        faults=cards.read_faults(path),
+        checkpoints=cards.read_checkpoints(path, lines),
         resumed_steps=[line["resumed"] for line in lines if "resumed" in line],
-        segments=segments_module.read_segments(lines),
-        memory=None if memory is None else msgspec.convert(memory, memory_card.MemoryRecord),
-        data=data_card.read_data_records(lines),
+        segments=cards.read_segments(lines),
+        memory=None if memory is None else msgspec.convert(memory, cards.MemoryRecord),
+        data=cards.read_data_records(lines),
     )
 
 

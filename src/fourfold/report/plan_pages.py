@@ -1,10 +1,14 @@
-"""Decision page: a decision of the planner as one HTML file that needs no other.
+"""Plan pages: a plan, a decision of the planner, and what if there were more devices, each as one HTML file.
 
-Law: the page has every number of the text, under the same names.
+unit  the time of a forward on one stage; a backward takes two, its halves one each, and messages take none
+Law: a page has every number of the text, under the same names. The drawing of a schedule has the actions of the
+programs that would run, at the times of the printed timeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 
+from fourfold.analysis.plan_curves import DEVICES, Curve, Point, curve_rows
 from fourfold.analysis.plan_text import (
     UNKNOWN,
     TimeUnit,
@@ -27,17 +31,72 @@ from fourfold.analysis.plan_words import (
     used_terms,
 )
 from fourfold.plan.decide.decision import Decision, Refused
+from fourfold.plan.pipeline.spec import EQUAL_COSTS
+from fourfold.plan.plan import Plan
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.plan.rank_program import lane_of
-from fourfold.plan.simulate import TimedAction, makespan
-from fourfold.report.html_page import render_card, render_page
-from fourfold.report.html_table import render_row, render_table, render_text
-from fourfold.report.line_chart import Series, line_figure
+from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
+from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
 from fourfold.report.step_timeline import timeline_lanes, timeline_legend
-from fourfold.report.svg import Block, Lane, lane_chart
+from fourfold.report.svg import Block, Lane, Series, lane_chart, line_figure
+from fourfold.words.mesh import AXES, Mesh
+from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE
 from fourfold.words.units import format_bytes, format_percent, format_si, format_step_seconds
+
+# ---- fourfold show ---------------------------------------------------------------------------------------------------
+
+
+STYLES = {
+    Verb.FORWARD: ("forward", "forward"),
+    Verb.BACKWARD: ("backward", "backward"),
+    Verb.BACKWARD_INPUT: ("backward", "backward of inputs"),
+    Verb.BACKWARD_WEIGHT: ("update", "backward of weights"),
+}
+# In the drawing's units: the name of an action fits into a unit of time.
+UNIT_WIDTH, MARGINS, MIN_WIDTH = 36, 166, 1120
+
+
+def render_plan(plan: Plan, text: str) -> str:
+    """The page of a plan. `text`: what `fourfold show` prints."""
+    title = " × ".join(f"{axis} {plan.mesh.axis_size(axis)}" for axis in AXES if plan.mesh.axis_size(axis) > 1)
+    printed = f"<h2>What each rank does, sends and stores</h2><pre>{render_text(text)}</pre>"
+    cards = [render_card(_timeline_card(plan), wide=True) if plan.pp > 1 else "", render_card(printed, wide=True)]
+    body = f'<div class="cards">{"".join(cards)}</div>'
+    return render_page(title or "one rank", "what fourfold show prints of a plan", body)
+
+
+def schedule_timeline(lists: Sequence[Sequence[Action]]) -> Timeline:
+    """When each place on the pipeline axis runs its actions, in units."""
+    program = {index: tuple(actions) for index, actions in enumerate(lists)}
+    return simulate(program, lambda _, action: EQUAL_COSTS.of(action), mesh=Mesh(pp=len(lists)))
+
+
+def _timeline_card(plan: Plan) -> str:
+    timeline = schedule_timeline(plan.undrained_lists)
+    rows = [
+        Lane(f"pp {index}", [Block(str(t.action), t.start, t.end, STYLES[t.action.verb][0]) for t in times])
+        for index, times in timeline.items()
+    ]
+    verbs = {timed.action.verb for times in timeline.values() for timed in times}
+    keys = [f'<span class="key {style}"></span>{name}' for verb, (style, name) in STYLES.items() if verb in verbs]
+    end = makespan(timeline)
+    width = max(MIN_WIDTH, MARGINS + UNIT_WIDTH * round(end))
+    drawing = lane_chart(
+        rows, end=end, title="Timeline", x="time, in forwards of a stage", width=width, unit="forwards", decimals=0
+    )
+    several = "A few steps in a row. " if plan.is_asynchronous else ""
+    note = f"F1.0: the forward of microbatch 0 on stage 1. {several}With equal stages; messages take no time."
+    return (
+        f"<h2>Timeline of {escape(plan.schedule)}</h2>"
+        f'<div class="scroll"><div style="min-width: {width}px">{drawing}</div></div>'
+        f'<p class="note">{"".join(keys)} · {escape(note)}</p>'
+    )
+
+
+# ---- fourfold plan ---------------------------------------------------------------------------------------------------
+
 
 TERM_STYLES = {
     "compute": "forward",
@@ -193,3 +252,48 @@ def _step_card(best: Prediction) -> str:
 def _computes(actions: Sequence[TimedAction]) -> tuple[TimedAction, ...]:
     """The actions of the compute lane."""
     return tuple(timed for timed in actions if lane_of(timed.action) == COMPUTE_LANE)
+
+
+# ---- fourfold plan with lists ----------------------------------------------------------------------------------------
+
+
+CURVE_AXES = {"memory": ("memory of a device, GiB", 2.0**30), "network": ("network, GB/s", 1e9)}
+
+
+def render_curves(curves: Sequence[Curve], *, title: str, under: str) -> str:
+    """The page of `fourfold plan` with lists."""
+    unit = curves[0].unit
+    cards = [render_card(_chart(curves, "Throughput", f"{unit} a second", lambda _, point: point.rate))]
+    if curves[0].key == DEVICES:
+        cards.append(render_card(_chart(curves, "Efficiency of a device", "of the first point, %", _percent_of_first)))
+    else:
+        cards.append(render_card(_chart(curves, "Step", "ms", lambda _, point: _milliseconds(point))))
+    cards += [render_card(_table_card(curve), wide=True) for curve in curves]
+    return render_page(title, under, f'<div class="cards">{"".join(cards)}</div>')
+
+
+def _percent_of_first(curve: Curve, point: Point) -> float | None:
+    efficiency = curve.efficiency(point)
+    return None if efficiency is None else 100 * efficiency
+
+
+def _milliseconds(point: Point) -> float | None:
+    return None if point.best is None else 1e3 * point.best.seconds
+
+
+def _chart(curves: Sequence[Curve], title: str, y: str, value: Callable[[Curve, Point], float | None]) -> str:
+    key = curves[0].key
+    name, factor = CURVE_AXES.get(key, (key, 1.0))
+    series = []
+    for number, curve in enumerate(curves):
+        pairs = ((point.value, value(curve, point)) for point in curve.points)
+        points = sorted((x / factor, y) for x, y in pairs if y is not None)
+        series.append(Series(curve.label, points, number, "linked"))
+    drawing = line_figure(series, x=name, y=y, title=title, from_zero=True, legend=True)
+    return f"<h2>{title}</h2>{drawing or '<p>No plan fits.</p>'}"
+
+
+def _table_card(curve: Curve) -> str:
+    head, *rows = curve_rows(curve)
+    table = render_table(head, [render_row(row) for row in rows], style="plans")
+    return f"<h2>{render_text(curve.label[:1].upper() + curve.label[1:])}</h2>{table}"
