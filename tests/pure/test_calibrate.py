@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fourfold.analysis.calibrate import machine
-from fourfold.analysis.calibrate.clock import SegmentClock
-from fourfold.analysis.calibrate.cuts import cuts_of
 from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
 from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
+from fourfold.analysis.calibrate.segments import SegmentClock, cuts_of
 from fourfold.analysis.calibrate.timing import is_steady
 from fourfold.cli import plan_calibrate, plan_machine
 from fourfold.cli.plan_calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.analysis.plan_text import format_decision, format_prediction, ranking_rows, term_rows
-from fourfold.analysis.plan_words import against, best_baseline, compared, fewer_devices, plan_words, reasons
+from fourfold.analysis.plan_text import (
+    against,
+    best_baseline,
+    compared,
+    fewer_devices,
+    format_decision,
+    format_prediction,
+    plan_words,
+    ranking_rows,
+    reasons,
+    term_rows,
+)
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.plan.plan import Plan
 from fourfold.plan.predict.cluster_file import load_cluster

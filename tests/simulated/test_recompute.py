@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.analysis.describe_recompute import format_recompute
+from fourfold.analysis.describe import format_recompute
 from fourfold.parts.checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.analysis.task_facts import counted_variant
-from fourfold.analysis.task_facts.laid_out_model import lay_out
-from fourfold.analysis.task_facts.meta_calls import MetaCalls
+from fourfold.analysis.task_facts import source
+from fourfold.analysis.task_facts.fake_step import lay_out
+from fourfold.analysis.task_facts.operations import MetaCalls
 from fourfold.analysis.task_facts.segments import equal_blocks
 from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.losses import cross_entropy
@@ -230,13 +230,13 @@ def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
 
 def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
     """The arguments of each call of a function that counts, as they are made."""
-    calls, function = list[tuple[object, ...]](), getattr(counted_variant, name)
+    calls, function = list[tuple[object, ...]](), getattr(source, name)
 
     def call(*args: object) -> object:
         calls.append(args[1:])
         return function(*args)
 
-    monkeypatch.setattr(counted_variant, name, call)
+    monkeypatch.setattr(source, name, call)
     return calls
 
 

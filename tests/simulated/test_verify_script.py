@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.analysis import verify_loop, verify_script
+from fourfold.analysis import verify_script
 from fourfold.analysis.comparison import EXACT_BOUND, VerifyResult
 from fourfold.analysis.verify_script import ScriptVerifier
 from fourfold.parts.comm.reduce.shared_memory import host_buffers
@@ -89,10 +89,10 @@ def without_the_last_rank(addends: list[Tensor], out: Tensor) -> None:
 SCRIPTS = {"step": step_script, "loop": loop_script}
 BREAKS = {
     "reduction": mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank),
-    "order of the ranks": mock.patch.object(verify_loop, "joined", lambda trees: JOINED(trees[::-1])),
+    "order of the ranks": mock.patch.object(verify_script, "joined", lambda trees: JOINED(trees[::-1])),
     "one rank's batch": mock.patch.object(verify_script, "joined", lambda trees: JOINED(trees[:1])),
 }
-JOINED = verify_loop.joined
+JOINED = verify_script.joined
 
 
 def verified(script: str, kind: str = "", broken: str = "") -> VerifyResult:

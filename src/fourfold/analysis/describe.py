@@ -1,26 +1,29 @@
 """Describe: what a plan will do with a task, as text: the plan, the buckets, the programs, bytes sent, memory.
 
-Law: nothing here is measured or guessed; every number is arithmetic on the plan and the model's shapes.
+place  an index on the pipeline axis
+Law: nothing here is measured or guessed; every number is arithmetic on the plan and the model's shapes. Stages differ,
+so each place has numbers of its own for its memory; of its tensor ranks, the one that holds most counts. The blocks
+that backward computes again are those of a step (`step/recompute.py`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fourfold.analysis.describe_memory import NETWORK, SHARED_MEMORY, format_memory
 from fourfold.analysis.describe_pipeline import format_pipeline
-from fourfold.analysis.describe_programs import format_ordinal, format_programs, indent, plural
-from fourfold.analysis.describe_recompute import format_recompute
+from fourfold.analysis.describe_programs import format_ordinal, format_programs, format_ranges, indent, plural
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.analysis.describe_tensor import format_tensor
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.data.buckets import Bucket
 from fourfold.plan.data.zero import RESTING_LAYOUTS, layout_changes
-from fourfold.plan.lowering import Blueprint, StageBuckets, lower, stage_sent_bytes
+from fourfold.plan.lowering import Blueprint, StageBuckets, bytes_by_bucket, lower, stage_sent_bytes
+from fourfold.plan.memory import HostMemoryUse, HostRanks, has_unbucketed_grads, host_memory_use
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, has_master_weights
+from fourfold.plan.tensor_residual import WHOLE
 from fourfold.plan.topology import Topology
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.batch_norm import uses_batch_stats
@@ -29,10 +32,14 @@ from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.model_specs import update_spec
+from fourfold.step.pipeline.chain import map_stages
+from fourfold.step.recompute import recomputed_blocks
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
 from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 def show(plan: Plan, task: Task) -> str:
@@ -55,7 +62,7 @@ def show(plan: Plan, task: Task) -> str:
         sections.append(format_sequence(plan, task, model))
     sections += format_programs(blueprints)
     sections.append(_format_bytes(group.stage, plan) + _format_statistics(model, plan))
-    sections.append(format_memory(blueprints))
+    sections.append(_format_memory(blueprints))
     return "\n\n".join(sections)
 
 
@@ -161,3 +168,84 @@ def _format_ratio(codec_bytes: float, plain_bytes: float) -> str:
     if codec_bytes <= plain_bytes:
         return f"{plain_bytes / codec_bytes:.3g} times less than without the codec"
     return f"{codec_bytes / plain_bytes:.3g} times as much as without the codec"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+NETWORK, SHARED_MEMORY = "over a network", "in shared memory"
+
+
+def rank_memory(blueprint: Blueprint) -> list[HostMemoryUse]:
+    """By place: bytes of one rank, from step to step, without activations."""
+    plan, uses = blueprint.plan, dict[int, list[HostMemoryUse]]()
+    for group in blueprint.groups:
+        size = len(group.ranks)
+        ranks = HostRanks(size, plan.shard_groups, has_shared_memory=False)
+        of = bytes_by_bucket(plan, group.stage, blueprint.update_spec)
+        together = host_memory_use(of, zero=plan.zero, host=ranks)
+        uses.setdefault(group.stage.stage, []).append(HostMemoryUse(*(each / size for each in together)))
+    return [max(uses[place], key=lambda use: use.total) for place in sorted(uses)]
+
+
+def _memory_of_ranks(by_place: Sequence[HostMemoryUse], size: int) -> dict[str, HostMemoryUse]:
+    """What a rank on a network holds, by what is printed of it; places that hold as much are one."""
+    if size == 1:
+        return {"one rank": by_place[0]}
+    places_of: dict[tuple[str, ...], list[int]] = {}
+    for place, use in enumerate(by_place):
+        places_of.setdefault(tuple(map(format_bytes, use)), []).append(place)
+    where = [(each[0], f" at pp {format_ranges(each)}" if len(places_of) > 1 else "") for each in places_of.values()]
+    return {f"a rank{at} on a network of {size}": by_place[place] for place, at in where}
+
+
+def _format_memory(blueprints: Mapping[str, Blueprint]) -> str:
+    """The memory of a plan. `blueprints`: by how its ranks reach each other."""
+    plan = next(iter(blueprints.values())).plan
+    size = plan.mesh.size
+    uses: dict[str, HostMemoryUse] = {}
+    for place, blueprint in blueprints.items():
+        if place == NETWORK:
+            uses |= _memory_of_ranks(rank_memory(blueprint), size)
+        else:
+            uses[f"a host of {size} ranks"] = blueprint.host_memory
+    kinds = [kind for kind in HostMemoryUse._fields if any(getattr(use, kind) for use in uses.values())]
+    rows = [(*kinds, "in all", "")]
+    rows += [(*(format_bytes(getattr(u, k)) for k in kinds), format_bytes(u.total), name) for name, u in uses.items()]
+    lines = table_lines(rows, ">" * (len(kinds) + 1) + "<")
+    if has_unbucketed_grads(plan):
+        lines.append("gradients stay where autograd puts them until the update has used them")
+    if plan.codec != "none":
+        lines.append("the state of the codec is not counted")
+    return "memory   kept between steps, without activations\n" + indent(lines)
+
+
+# ---- recompute -------------------------------------------------------------------------------------------------------
+
+
+PRODUCTS = "products with weights and fused attention"
+
+
+def format_recompute(model: nn.Module, plan: Plan) -> str:
+    """What autograd keeps of a microbatch in each block. Raises PlanError."""
+    blocks = recomputed_blocks(model, plan.recompute, map_stages(model, plan.stage_spec).chain.blocks)
+    lines = [f"kept of each   {_kept(plan)}", f"computed again {_computed_again(plan)}"]
+    head = f"recompute   {plan.recompute}: {len(blocks)} blocks, {blocks[0]} to {blocks[-1].rpartition('.')[2]}"
+    return f"{head}\n{indent(lines)}"
+
+
+def _kept(plan: Plan) -> str:
+    if plan.recompute == "full":
+        shares = plan.tp > 1 and plan.residual == WHOLE
+        return f"1/{plan.tp} of its inputs: each tensor rank has a part" if shares else "its inputs"
+    sums = ["sums over tensor ranks"] if plan.tp > 1 else []
+    sums += ["what attention has exchanged"] if plan.sp > 1 else []
+    return ", ".join(["its inputs", f"results of {PRODUCTS}", *sums])
+
+
+def _computed_again(plan: Plan) -> str:
+    if plan.recompute == "full":
+        sent = plan.tp > 1 or plan.sp > 1
+        return "everything else, in backward; what it sends is sent again" if sent else "everything else, in backward"
+    gathered = plan.tp > 1 and plan.residual != WHOLE
+    return "everything else, in backward" + ("; tokens are gathered again" if gathered else "")

@@ -9,7 +9,7 @@ Law: a curve has a point for each value that was asked for; where nothing fits, 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fourfold.analysis.plan_words import plan_words
+from fourfold.analysis.plan_text import plan_words
 from fourfold.plan.predict.prediction import Prediction
 from fourfold.plan.predict.workload import Workload
 from fourfold.words.text_table import table_lines

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.analysis.plan_words import best_baseline
+from fourfold.analysis.plan_text import best_baseline
 from fourfold.cli.named_files import check_named_files
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fourfold.analysis.plan_words import best_baseline, fewer_devices, plan_words
+from fourfold.analysis.plan_text import best_baseline, fewer_devices, plan_words
 from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words

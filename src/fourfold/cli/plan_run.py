@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.analysis.plan_text import format_difference
-from fourfold.analysis.plan_words import plan_words
+from fourfold.analysis.plan_text import format_difference, plan_words
 from fourfold.cli.plan_arguments import NO_FILE, PlanArguments
 from fourfold.plan.decide.ask import SEARCHED
 from fourfold.plan.decide.decision import Decision

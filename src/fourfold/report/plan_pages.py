@@ -12,22 +12,20 @@ from fourfold.analysis.plan_curves import DEVICES, Curve, Point, curve_rows
 from fourfold.analysis.plan_text import (
     UNKNOWN,
     TimeUnit,
-    host_lines,
-    memory_rows,
-    ranking_notes,
-    ranking_rows,
-    term_rows,
-    unit_of,
-)
-from fourfold.analysis.plan_words import (
     bubble_fraction,
     compared,
     equal_words,
     fewer_devices,
+    host_lines,
+    memory_rows,
     nearest_changes,
     plan_words,
+    ranking_notes,
+    ranking_rows,
     reasons,
     refusal,
+    term_rows,
+    unit_of,
     used_terms,
 )
 from fourfold.plan.decide.decision import Decision, Refused

@@ -10,20 +10,21 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.analysis.calibrate.buckets import (
+from fourfold.analysis.calibrate.costs import (
     BucketTimes,
+    Overheads,
     change_of,
     measure_buckets,
+    measure_codecs,
+    measure_edges,
+    measure_exchanges,
     measure_lone_update,
+    measure_operations,
+    measure_overheads,
     price_reduction,
 )
-from fourfold.analysis.calibrate.codecs import measure_codecs
-from fourfold.analysis.calibrate.measurements import mean_over_ranks
-from fourfold.analysis.calibrate.messages import measure_edges, measure_exchanges
-from fourfold.analysis.calibrate.operations import measure_operations
-from fourfold.analysis.calibrate.overheads import Overheads, measure_overheads
-from fourfold.analysis.calibrate.segment_records import Say, measure_segments
-from fourfold.analysis.calibrate.timing import Points, Turns
+from fourfold.analysis.calibrate.segments import Say, measure_segments
+from fourfold.analysis.calibrate.timing import Points, Turns, mean_over_ranks
 from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.predict.calibrated_prices import operation_factors

@@ -1,18 +1,24 @@
-"""Timing: medians of what all ranks do at the same time.
+"""Timing: medians of what all ranks do at the same time, and what all of them take for it.
 
 turn      one run of what is measured, on all ranks at once; at least seven count
 steady    turns of which the faster half differs little from the median: no more are needed
 deadline  from when on seven turns are enough, steady or not
-Law: every rank takes the same number of turns.
+mean      over the ranks, of what they do together
+slowest   the rank that takes longest over all segments: a step ends with it
+Law: every rank takes the same number of turns, and computes the same of what all have found, in the form of one rank's.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
 from fourfold.parts.comm.communicator import Communicator
+
+# ---- on each rank ----------------------------------------------------------------------------------------------------
+
 
 NUM_TURNS = 7
 NUM_UNTIMED = 2
@@ -84,3 +90,25 @@ class Turns:
             return taken[-1]
 
         return median(taken[-self.take(turn) :])
+
+
+# ---- of all ranks ----------------------------------------------------------------------------------------------------
+
+
+def mean_over_ranks(value: Any, ranks: Communicator) -> Any:
+    """The mean of a number, or of the numbers in lists and dicts of them. Collective."""
+    return _mean(ranks.all_gather_json(value))
+
+
+def of_slowest_rank(rows: list[list[float]], ranks: Communicator) -> list[list[float]]:
+    """The rows of the rank whose numbers add up to most. Collective."""
+    return max(ranks.all_gather_json(rows), key=lambda each: sum(map(sum, each)))
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _mean([each[key] for each in values]) for key in first}
+    if isinstance(first, list):
+        return [_mean(each) for each in zip(*values, strict=True)]
+    return sum(values) / len(values)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.analysis.task_facts.meta_calls import MetaCalls
-from fourfold.analysis.task_facts.operations import KernelRecorder
+from fourfold.analysis.task_facts.operations import KernelRecorder, MetaCalls
 from fourfold.analysis.task_facts.segments import SegmentTracker
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.step.batch import unpack_batch

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META, RecordedCollective
 from fourfold.analysis.task_facts.fake_step import FakeModel
-from fourfold.analysis.task_facts.meta_calls import MetaCalls
+from fourfold.analysis.task_facts.operations import MetaCalls
 from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
