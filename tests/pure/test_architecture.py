@@ -208,8 +208,8 @@ MAY_NAME_PRIVATE = {
     "parts/torch_dispatch.py": "test_torch_dispatch.py",
     "parts/comm/process_group_lifecycle.py": "test_process_group_private.py",
     "step/transformers_attention.py": "test_transformers_private.py",
-    "checkpoint/pretrained_names.py": "test_transformers_private.py",
-    "launcher/agent.py": "test_torchelastic_private.py",
+    "checkpoint/initial_weights.py": "test_transformers_private.py",
+    "launcher/local_job.py": "test_torchelastic_private.py",
     "launcher/env_store.py": "test_env_store.py",
 }
 TESTS = SOURCE.parents[1] / "tests" / "simulated"
@@ -284,7 +284,11 @@ def test_few_files_import_transformers_and_the_launcher_alone_torchelastic():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
                 names.add(path.relative_to(SOURCE).as_posix())
     assert importers["transformers"] == {"step/transformers_attention.py", "tasks/hf.py", "tasks/hf_tokenizer.py"}
-    launcher = {"launcher/agent.py", "launcher/local_job.py", "launcher/local_rendezvous.py", "launcher/rank_start.py"}
+    launcher = {
+        "launcher/local_job.py",
+        "launcher/local_rendezvous.py",
+        "launcher/rank_start.py",
+    }
     assert importers["torch.distributed.elastic"] == launcher
 
 

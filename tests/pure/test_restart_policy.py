@@ -8,7 +8,7 @@ import pytest
 from fourfold.environment.known_waits import KnownWait
 from fourfold.launcher import failure_report, hang_detector
 from fourfold.launcher.failure_report import Cause
-from fourfold.launcher.heartbeat_file import HeartbeatFile
+from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.launcher.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatRecord
 from fourfold.words.errors import READING, CheckpointError, PeerError, StoppedError, TrainingError

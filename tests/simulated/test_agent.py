@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from fourfold.launcher.agent import Agent
+from fourfold.launcher.local_job import Agent
 
 
 def test_the_first_signal_stops_a_job_gracefully_and_a_later_one_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
-from fourfold.launcher.heartbeat_file import HeartbeatFile
+from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.trace_file import decode_trace
 from fourfold.testing import threads

@@ -1,6 +1,6 @@
 """Each name of torchelastic that our agent uses without documentation is there, and does what we rely on.
 
-The ranks here are shells that end at once. `Watched` overrides what `launcher/agent.py` overrides, and records.
+The ranks here are shells that end at once. `Watched` overrides what `launcher/local_job.py` overrides, and records.
 """
 
 import os
@@ -17,11 +17,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from fourfold.launcher import failure_report
-from fourfold.launcher.agent import TORCH_SIGNALS_VARIABLE
 from fourfold.launcher.forked_process import fork
+from fourfold.launcher.local_job import TORCH_SIGNALS_VARIABLE, handled_signals, signal_handler
 from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
 from fourfold.launcher.rank_start import ranks_started_by
-from fourfold.launcher.signals import handled_signals, signal_handler
 
 MAX_RESTARTS = 5
 

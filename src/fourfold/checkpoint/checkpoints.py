@@ -16,8 +16,15 @@ import torch
 from msgspec import json
 
 from fourfold.checkpoint.collect import TrainingState, group_options
-from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, OwnState, TrainingProgress
-from fourfold.checkpoint.newest import Found, find_newest_good, short_text
+from fourfold.checkpoint.manager import (
+    AttemptDir,
+    CheckpointManager,
+    Found,
+    OwnState,
+    TrainingProgress,
+    find_newest_good,
+    short_text,
+)
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore

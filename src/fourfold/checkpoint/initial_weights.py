@@ -1,22 +1,25 @@
 """Initial weights: a model that begins with the weights in files.
 
 Law: with tp > 1 a rank reads its shards of the weights that are split, and no other bytes of them. A tied weight may
-stand in the files under one of its names, or under all of them with the same values, which are compared.
+stand in the files under one of its names, or under all of them with the same values, which are compared. A tensor that
+transformers' `from_pretrained` would read or skip without a word is read or skipped here too.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fourfold.checkpoint.pretrained_names import names_in_model
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.weight_files import StoredWeights, WeightFiles
 from fourfold.step.initial_model import make_initial_model
 from fourfold.words.errors import CheckpointError, Problem
+
+SKIPPED = r"rotary_emb\.inv_freq$"  # older files of many models; it is computed
 
 
 def initial_model_of_files(
@@ -60,7 +63,7 @@ def check_weights(model: nn.Module, path: Path) -> None:
 def _stored_names(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     """The name in the files of each weight and buffer. Raises CheckpointError with everything that does not fit."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    stored = names_in_model(model, files.shapes, state)
+    stored = _names_in_model(model, files.shapes, state)
     file_shapes = {name: files.shapes[each] for name, each in stored.items()}
     expected = {name: state[name] for name in _names_to_find(state, stored)}
     problems = shape_problems({name: tuple(value.shape) for name, value in expected.items()}, file_shapes)
@@ -89,3 +92,20 @@ def _tied_problems(state: Mapping[str, Any], stored: Mapping[str, str], files: W
             got = f"{other} and {name} with different values"
             problems.append(Problem(got, "the same values: the model ties them"))
     return problems
+
+
+def _names_in_model(model: nn.Module, names: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """The names of the tensors in files, by the name that each has in the model; without those that are skipped.
+
+    own: the model's names. Files of a model without its head leave out a prefix, and older files have masks.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    patterns = [SKIPPED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())] if prefix else []
+    found = {}
+    for name in names:
+        full = f"{prefix}.{name}"
+        if name not in own and full in own:
+            found[full] = name
+        elif name in own or not any(re.search(pattern, name) for pattern in patterns):
+            found[name] = name
+    return found

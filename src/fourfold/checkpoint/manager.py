@@ -2,7 +2,8 @@
 
 snapshot  a copy of this rank's part of the state; training stands still only while it is taken (`pause_seconds`)
 writer    a thread that writes the snapshot: see `fourfold.checkpoint.writer`
-Law: a save asks no other rank for anything; a resume restores the same checkpoint on all ranks.
+Law: a save asks no other rank for anything; a resume restores the same checkpoint on all ranks. All ranks find the
+newest good one together, each file read by one rank; a search changes nothing.
 """
 
 import contextlib
@@ -20,17 +21,21 @@ from fourfold.checkpoint.collect import (
     group_options,
     rng_state,
 )
-from fourfold.checkpoint.markers import RankReport
-from fourfold.checkpoint.newest import find_newest_good, short_text
+from fourfold.checkpoint.manifest_file import verify_checkpoint
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import changed_options, restore
 from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.checkpoint.write import Snapshot, estimated_bytes
-from fourfold.checkpoint.writer import CheckpointWriter, SaveRequest, WrittenCheckpoint
+from fourfold.checkpoint.writer import CheckpointWriter, RankReport, SaveRequest, WrittenCheckpoint
 from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, TensorKind
 from fourfold.plan.damaged_samples import DamagedRecord
+from fourfold.step.train_step import TrainStep
+from fourfold.words.errors import Problem, UnreadableCheckpointError
+
+# ---- the manager -----------------------------------------------------------------------------------------------------
+
 
 WEIGHTS_DIR = "weights"  # in a run's folder: a checkpoint of the weights alone, where the disk had no room for more
 
@@ -315,3 +320,57 @@ class CheckpointManager:
     def abort(self) -> None:
         """After an error: let the writer finish what it can at once, without waiting for ranks that may be dead."""
         self._writer.abort()
+
+
+# ---- the newest good checkpoint --------------------------------------------------------------------------------------
+
+
+MAX_SHOWN_PROBLEMS = 3
+
+
+class Found(NamedTuple):
+    """The newest good checkpoint, if there is one, and what is damaged in newer ones, by step."""
+
+    folder: Path | None
+    damaged: dict[int, list[str]]
+
+
+def find_newest_good(step: TrainStep, store: CheckpointStore) -> Found:
+    """Find the newest good checkpoint. Collective.
+
+    Raises UnreadableCheckpointError if the newest may be good and cannot be read.
+    """
+    damaged: dict[int, list[str]] = {}
+    for number in reversed(step.all_gather_json(store.steps() if step.rank == 0 else [])[0]):
+        folder = store.step_dir(number)
+        results = step.all_gather_json(_verify_files(step, _relative_to_cwd(folder)))
+        if unreadable := list(dict.fromkeys(tuple(each) for problems, _ in results for each in problems)):
+            # An older checkpoint could be read, but the training since then would be lost without need.
+            raise UnreadableCheckpointError([Problem(*each) for each in unreadable], where="the newest checkpoint")
+        problems = list(dict.fromkeys(text for _, texts in results for text in texts))
+        if not problems:
+            return Found(folder, damaged)
+        damaged[number] = problems
+    return Found(None, damaged)
+
+
+def short_text(problems: Sequence[str]) -> str:
+    """The first of the problems, for a message."""
+    return "; ".join(problems[:MAX_SHOWN_PROBLEMS])
+
+
+def _verify_files(step: TrainStep, folder: Path) -> tuple[list[Problem], list[str]]:
+    """Check this rank's part of the files: why some cannot be read here, and what is damaged."""
+    try:
+        return [], verify_checkpoint(folder, index=step.rank, size=step.plan.mesh.size)
+    except UnreadableCheckpointError as error:
+        return list(error.problems), []
+
+
+def _relative_to_cwd(path: Path) -> Path:
+    """The path relative to the working directory if it lies below it: messages name it so."""
+    try:
+        here = Path.cwd()
+    except OSError:  # the working directory has been removed
+        return path
+    return path.relative_to(here) if path.is_relative_to(here) else path

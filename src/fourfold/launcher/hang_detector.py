@@ -1,13 +1,16 @@
-"""Hang detector: finds the rank that holds up all the others, and kills it.
+"""Hang detector: reads what its ranks are doing, finds the one that holds up all the others, and kills it.
 
 overdue  a rank that has been in one phase longer than its limit, not counting the time of known waits of any rank
 culprit  a rank that was stopped (SIGSTOP); if none was, one that does not wait for others; if all wait, the overdue
 stack    where a culprit was, as Python's faulthandler writes it on SIGUSR2
 Law: a culprit is killed with SIGKILL, because a stopped process does not react to SIGTERM.
+
+`trainer.heartbeat` has the ranks' side of the file of heartbeats, and the layout of its records.
 """
 
 import contextlib
 import itertools
+import mmap
 import os
 import signal
 import time
@@ -15,10 +18,57 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.environment import known_waits
 from fourfold.environment.known_waits import KnownWait
 from fourfold.environment.processes import process_state
-from fourfold.trainer.heartbeat import STARTING, HeartbeatRecord
+from fourfold.trainer.heartbeat import (
+    PHASE,
+    PHASE_START,
+    RECORD_WORDS,
+    RESUMED_STEP,
+    STARTING,
+    STEP,
+    TYPICAL_SECONDS,
+    WAIT_WORDS,
+    HeartbeatRecord,
+)
 from fourfold.trainer.stack_text import waits_for_peers
+
+# ---- what the ranks are doing ----------------------------------------------------------------------------------------
+
+
+class HeartbeatFile:
+    """A file in `folder` with a record for each of `num_ranks` ranks, mapped into the launcher's memory."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.path, self._num_ranks = folder / "pulse", num_ranks
+        self.path.write_bytes(bytes(8 * RECORD_WORDS * num_ranks))
+        with self.path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+    def reset(self) -> None:
+        """An attempt begins: every rank is starting."""
+        fresh = [0] * RECORD_WORDS
+        fresh[STEP] = fresh[RESUMED_STEP] = -1
+        fresh[PHASE_START] = time.monotonic_ns()
+        for index, word in enumerate(fresh * self._num_ranks):
+            self._words[index] = word
+
+    def read(self) -> list[HeartbeatRecord]:
+        """Every rank's record."""
+        starts = range(0, RECORD_WORDS * self._num_ranks, RECORD_WORDS)
+        return [_record(self._words[start : start + RECORD_WORDS]) for start in starts]
+
+
+def _record(row: memoryview) -> HeartbeatRecord:
+    wait = known_waits.read(row[WAIT_WORDS])
+    return HeartbeatRecord(
+        row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9, wait
+    )
+
+
+# ---- which of them hangs ---------------------------------------------------------------------------------------------
+
 
 STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
