@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from fourfold.parts.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
-from fourfold.trainer import link_watch
+from fourfold.trainer import watch as watch_module
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
-from fourfold.trainer.link_watch import LinkWatch
+from fourfold.trainer.watch import LinkWatch
 
 
 def loopback() -> socket.socket:
@@ -99,7 +99,7 @@ def test_what_no_rank_of_the_job_has_sent_changes_nothing(pair, content: bytes) 
 
 def test_silence_is_told_once_by_one_of_the_two_and_ends_both_after_the_limit(pair, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)
+    monkeypatch.setattr(watch_module, "main_thread_waits", lambda: True)
     watches = [LinkWatch(each, stepping(100.0), said.append, 20.0) for each in pair]
     assert [watch.look(500.0) for watch in watches] == ["", ""]  # a peer that was never heard is not missed
     for each in pair:
@@ -143,7 +143,7 @@ def test_a_link_is_slow_if_its_answers_are_while_both_its_ends_wait_much_longer_
     expected: bool,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(link_watch, "main_thread_waits", lambda: waits)
+    monkeypatch.setattr(watch_module, "main_thread_waits", lambda: waits)
     answering(pair[0].peers[1], answer_seconds, fastest=fastest, at=now - 0.5, is_waiting=peer_waits)
     watch = LinkWatch(pair[0], stepping(100.0, step_seconds=step_seconds), said.append, None)
     assert (watch.look(now), watch.look(now)) == ("", "")
@@ -169,7 +169,7 @@ def test_a_link_that_is_slow_outside_of_the_steps_is_named_too(pair, monkeypatch
 
 def test_of_several_links_the_slowest_is_named_by_the_first_of_its_ends(pair, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)
+    monkeypatch.setattr(watch_module, "main_thread_waits", lambda: True)
     first, second = pair
     for beats in pair:
         beats.peers |= {index: Peer(index, "cd"[index - 2], ("127.0.0.1", 9)) for index in (2, 3)}
@@ -186,4 +186,4 @@ def test_of_several_links_the_slowest_is_named_by_the_first_of_its_ends(pair, mo
 
 
 def test_a_thread_of_its_own_sees_whether_the_main_thread_waits() -> None:
-    assert not link_watch.main_thread_waits()
+    assert not watch_module.main_thread_waits()

@@ -16,7 +16,7 @@ from fourfold.trainer.progress import (
     format_log_line,
     format_loss,
 )
-from fourfold.trainer.summary import RunResult, format_summary
+from fourfold.trainer.run_logger import RunResult, format_summary
 from fourfold.words.progress import ProgressLine
 
 

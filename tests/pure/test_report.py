@@ -19,7 +19,7 @@ from fourfold.report.key_figures import key_figures
 from fourfold.report.style import CSS
 from fourfold.step.metrics import Metrics
 from fourfold.trainer import progress
-from fourfold.trainer.throughput import Throughput
+from fourfold.trainer.meters import Throughput
 from fourfold.words.measures import num_units
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE

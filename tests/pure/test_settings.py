@@ -12,13 +12,14 @@ import pytest
 import fourfold as ff
 from fourfold.cli.arguments import SETTINGS, LaunchSettings, command_line_settings, value_type
 from fourfold.cli.settings_table import help_table, markdown_table
-from fourfold.trainer.declared_settings import declared_settings, setting
 from fourfold.trainer.run_identity import default_run_name, run_identity
 from fourfold.trainer.settings import (
     TASK_FIELDS,
     Settings,
     TrainOptions,
+    declared_settings,
     make_settings,
+    setting,
     setting_problems,
 )
 from fourfold.words.errors import SettingError

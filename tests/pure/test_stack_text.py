@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from fourfold.parts.comm import polling
-from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
+from fourfold.trainer.heartbeat import MAX_FRAMES, waits_for_peers
 
 
 def stack_files() -> Iterator[str]:

@@ -13,7 +13,7 @@ from fourfold.feed.feed import Feed
 from fourfold.report.run_record import read_run
 from fourfold.step.metrics import Metrics
 from fourfold.testing import threads
-from fourfold.trainer.data_meter import MAX_STEPS, MIN_STEPS, DataMeter
+from fourfold.trainer.meters import MAX_STEPS, MIN_STEPS, DataMeter
 from tests.simulated.test_stragglers import MemoryLog
 
 SECONDS = 0.02

@@ -27,7 +27,7 @@ from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.trace_file import decode_trace
 from fourfold.testing import threads
-from fourfold.trainer import last_checkpoint
+from fourfold.trainer import loop
 from fourfold.trainer.heartbeat import DONE, HEARTBEAT_VARIABLE, PAUSED
 from fourfold.trainer.run_dir import RunDir
 from fourfold.words.errors import SettingError, StoppedError, TrainingError
@@ -237,7 +237,7 @@ class SmallDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusals: int, room: int = 0) -> None:
         self.refusals, self.room, self._real = refusals, room, writer.write_snapshot
         monkeypatch.setattr(writer, "write_snapshot", self.write)
-        monkeypatch.setattr(last_checkpoint, "RETRY_SECONDS", 0.001)
+        monkeypatch.setattr(loop, "RETRY_SECONDS", 0.001)
 
     def write(self, path: Path, snapshot: Any) -> Any:
         if self.refusals > 0 and snapshot.num_bytes > self.room:
@@ -309,7 +309,7 @@ def test_a_launcher_sees_that_a_finished_run_still_saves_and_waits_for_room(tmp_
         seen.append(heartbeats.read()[0].wait.what)
 
     monkeypatch.setattr(writer, "write_snapshot", write)
-    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     train(tmp_path)
     assert seen == [PAUSED, "room on the disk", PAUSED]
     assert heartbeats.read()[0].phase == DONE
@@ -336,7 +336,7 @@ def test_ranks_hold_and_save_their_result_together(zero, tmp_path, monkeypatch):
         run.run_steps(0, 2)
         run.checkpoints.save(TrainingProgress(2))
         how: dict[str, Any] = {"last": 2, "wait_seconds": 600, "is_stopping": lambda: False}
-        is_saved = last_checkpoint.wait_until_saved(run.checkpoints, run.step, run.log, **how)
+        is_saved = loop.wait_until_saved(run.checkpoints, run.step, run.log, **how)
         return is_saved, run.checkpoints.save_weights(TrainingProgress(2))[1]
 
     assert threads.run(2, body) == [(True, "")] * 2

@@ -15,7 +15,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
-from fourfold.trainer.summary import format_offload
+from fourfold.trainer.run_logger import format_offload
 from tests import cases as cases_module
 from tests import pairs
 from tests.cases import Case, batches

@@ -14,7 +14,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step import executor
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
-from fourfold.trainer.stragglers import DATA, SEGMENT_STEPS, WINDOW_STEPS, StragglerDetector
+from fourfold.trainer.meters import DATA, SEGMENT_STEPS, WINDOW_STEPS, StragglerDetector
 from fourfold.words.mesh import Mesh
 from fourfold.words.noop import noop
 from fourfold.words.program import Action, Verb

@@ -28,7 +28,7 @@ from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
 from fourfold.testing import oracle
-from fourfold.trainer import stragglers
+from fourfold.trainer import meters
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import DivergenceError, FourfoldError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
@@ -308,7 +308,7 @@ def late_in_data(folder: str) -> list[Any]:
     ff.train(
         task,
         ff.Plan(dp=2),
-        steps=stragglers.WINDOW_STEPS + 1,
+        steps=meters.WINDOW_STEPS + 1,
         checkpoint_every=0,
         trace_every=0,
         folder=folder,

@@ -22,8 +22,7 @@ from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
-from fourfold.trainer.declared_settings import Setting, declared_settings, setting
-from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Settings
+from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 
 CALLBACK_WORD = "callback"

@@ -23,7 +23,7 @@ from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.trainer.callback_list import required_metrics
+from fourfold.trainer.callbacks.registry import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
@@ -215,7 +215,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
     from fourfold.step.parallelize import preflight
-    from fourfold.trainer.metric_checks import check_evaluations, metric_needs
+    from fourfold.trainer.evaluate import check_evaluations, metric_needs
     from fourfold.trainer.run_length import check_steps, with_sizes
 
     job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)

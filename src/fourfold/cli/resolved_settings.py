@@ -26,8 +26,7 @@ from fourfold.plan.decode import format_pair, format_table, format_value
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import task_file
-from fourfold.trainer.setting_checks import json_problems
-from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings
+from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings, json_problems
 from fourfold.words.run_files import CONFIG_FILE
 from fourfold.words.task import Task
 

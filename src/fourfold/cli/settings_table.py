@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from fourfold.cli.arguments import SETTINGS
-from fourfold.trainer.declared_settings import Setting
+from fourfold.trainer.settings import Setting
 
 HELP_INDENT = " " * 13
 

@@ -31,8 +31,8 @@ from fourfold.trainer.heartbeat import (
     TYPICAL_SECONDS,
     WAIT_WORDS,
     HeartbeatRecord,
+    waits_for_peers,
 )
-from fourfold.trainer.stack_text import waits_for_peers
 
 # ---- what the ranks are doing ----------------------------------------------------------------------------------------
 

@@ -347,7 +347,7 @@ DATA_NOTE = (
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment of a run; see `trainer/data_meter.py`. `rank`: the one that waited most, for `rank_seconds`."""
+    """A segment of a run; see `trainer/meters.py`. `rank`: the one that waited most, for `rank_seconds`."""
 
     first_epoch: int
     last_epoch: int

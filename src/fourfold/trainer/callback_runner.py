@@ -17,11 +17,10 @@ from fourfold.plan.plan_fields import FIELDS
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_specs import num_parameters
 from fourfold.step.train_step import TrainStep
-from fourfold.trainer.callback_list import unique_names
+from fourfold.trainer.callbacks.registry import unique_names
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.run_length import RunSettings
-from fourfold.trainer.run_logger import RunLogger
-from fourfold.trainer.summary import RunResult
+from fourfold.trainer.run_logger import RunLogger, RunResult
 from fourfold.words.callback import (
     Callback,
     CheckpointEvent,

@@ -1,17 +1,20 @@
-"""Evaluation: the mean loss and the task's measures over a whole data source.
+"""Evaluation: the mean loss and the task's measures over a whole data source, and which of them a run must have.
 
+need  a measure by which callbacks act, or checkpoints are chosen
 Law: the data ranks share the source, every rank runs the same number of forwards, and all get the same numbers.
-Batches are read ahead, and once for the ranks of a host that need the same ones.
+Batches are read ahead, and once for the ranks of a host that need the same ones. A measure that does not exist is
+refused before the first step, on every rank, with the names that there are.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.feed.data_input import DataInput, open_input
+from fourfold.feed.data_input import DataInput, TaskInputs, open_input
 from fourfold.feed.evaluation_batches import EvaluationBatch, EvaluationBatches
 from fourfold.feed.stream import Stream
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
@@ -20,9 +23,13 @@ from fourfold.step.loss_sum import is_uneven, uneven_problem
 from fourfold.step.model_call import eval_mode
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
+from fourfold.trainer.run_length import RunSettings
+from fourfold.trainer.settings import Settings
 from fourfold.words.error_notes import describe_function, noting
-from fourfold.words.errors import Problem, TaskError
-from fourfold.words.task import Task
+from fourfold.words.errors import Problem, SettingError, TaskError, closest_match
+from fourfold.words.task import Source, Task
+
+# ---- the evaluation --------------------------------------------------------------------------------------------------
 
 
 class Evaluation(NamedTuple):
@@ -128,3 +135,82 @@ def _is_number(value: Any) -> bool:
         float(value)
         return not isinstance(value, str)
     return False
+
+
+# ---- whether a run measures what it is chosen by ---------------------------------------------------------------------
+
+
+NEEDS = Mapping[str, Sequence[str]]
+"""The measures that are needed, by what needs them."""
+
+
+def metric_needs(settings: Settings, by_callback: NEEDS) -> NEEDS:
+    """What the run needs: for its callbacks, and to choose its best checkpoints by."""
+    # By default checkpoints are chosen by the loss, where there is one; any other measure was asked for.
+    own = {} if settings.best_metric == "loss" else {f"best_metric = {settings.best_metric}": [settings.best_metric]}
+    return {**own, **by_callback}
+
+
+def check_evaluations(needs: NEEDS, task: Task, data: TaskInputs, settings: RunSettings) -> None:
+    """Raise SettingError for needs that no evaluation can meet, as far as that is known without one."""
+    problems = []
+    for name in needs:
+        if data.valid is None:
+            problems.append(
+                Problem(f"{name}, without validation data", "validation data in the task", "ff.Data(train=…, valid=…)")
+            )
+        elif not settings.evaluate_every:
+            attempt = f"evaluate_every={max(1, settings.steps // 20)}"
+            problems.append(Problem(f"{name}, without evaluate_every", "evaluations during the run", attempt))
+    if problems:
+        raise SettingError(problems, where="the settings")
+    if task.evaluate is None:
+        check_metrics(needs, ["loss", "ema loss"] if settings.ema is not None else ["loss"])
+
+
+def check_metrics(needs: NEEDS, known: Sequence[str]) -> None:
+    """Raise SettingError for every measure that is not among the known ones."""
+    problems = []
+    for by, metrics in needs.items():
+        for metric in metrics:
+            if metric not in known:
+                got = by if by.endswith(f"= {metric}") else f"the metric {metric!r} for {by}"
+                is_setting = got.startswith("best_metric = ")
+                close = closest_match(metric, known) or known[0]
+                need = f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the task has no other"
+                problems.append(Problem(got, need, f"best_metric={close}" if is_setting else close))
+    if problems:
+        raise SettingError(problems, where="the settings")
+
+
+def check_measured(needs: NEEDS, step: TrainStep, task: Task, data: TaskInputs, settings: RunSettings) -> None:
+    """Raise SettingError, on every rank, for a measure that the task does not have. Collective.
+
+    Evaluates one batch, if the names are not known without that.
+    """
+    check_evaluations(needs, task, data, settings)
+    if not needs or task.evaluate is None or data.valid is None:
+        return
+    found = evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size).sums
+    names = [*found, *(f"ema {name}" for name in found if settings.ema is not None)]
+    check_metrics(needs, names)
+
+
+def _head(data: DataInput, num_samples: int) -> DataInput:
+    """The first samples, read in this process."""
+    source = data.source
+    head = source.head(num_samples) if isinstance(source, Stream) else _Head(source, num_samples)
+    return dataclasses.replace(data, source=head, workers=None)
+
+
+class _Head:
+    """The first samples of a source."""
+
+    def __init__(self, source: Source, num_samples: int) -> None:
+        self._source, self._num_samples = source, min(num_samples, len(source))
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[index]

@@ -1,4 +1,4 @@
-"""Heartbeats: what every rank of a host is doing, in memory that its launcher reads.
+"""Heartbeats: what every rank of a host is doing, in memory that its launcher reads, and what a stack says of it.
 
 record   one rank's numbers: its last finished step, the step it resumed from, its phase, and since when; its known wait
 phase    starting, stepping, paused (an evaluation or a checkpoint), or done
@@ -6,23 +6,27 @@ limit    how long a phase may last: learned from the steps and pauses that this 
 known wait   what the rank waits for, where it knows that (`environment/known_waits.py`)
 Law: a rank writes only its own record, and never waits for a reader.
 
-The launcher makes the file (`launcher.heartbeat_file`) and names it in FOURFOLD_PULSE. Without that variable the record
+The launcher makes the file (`launcher.hang_detector`) and names it in FOURFOLD_PULSE. Without that variable the record
 has no reader.
 """
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from fourfold.environment import known_waits
 from fourfold.environment.known_waits import KnownWait
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+
 
 HEARTBEAT_VARIABLE = "FOURFOLD_PULSE"
 RECORD_WORDS = 32  # int64s of a record: four cache lines
@@ -152,3 +156,18 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
             words, index = memoryview(mmap.mmap(file.fileno(), 0)).cast("q"), int(environ["LOCAL_RANK"])
     known_waits.write_to(words[index * RECORD_WORDS :][WAIT_WORDS])
     return Heartbeat(words, index, has_reader=path is not None)
+
+
+# ---- what a stack says -----------------------------------------------------------------------------------------------
+
+
+MAX_FRAMES = 6  # innermost frames that are shown and judged
+COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
+
+
+def waits_for_peers(frames: Iterable[str]) -> bool:
+    """Whether a rank waits for other ranks: a frame lies in fourfold.parts.comm.
+
+    `frames`: texts that name each frame's file, innermost first; only the first MAX_FRAMES are judged.
+    """
+    return any(COMM_PATH in frame for frame in itertools.islice(frames, MAX_FRAMES))

@@ -1,18 +1,21 @@
 """Training loop: the steps of a run, with its evaluations and checkpoints, and its end.
 
-Law: every rank does the same steps, evaluations and saves; local steps evaluate and save only at synchronized steps.
+Law: every rank does the same steps, evaluations and saves; local steps evaluate and save only at synchronized steps. A
+run has finished only when its last step is saved: until the disk has it, it holds its result in memory; all ranks try
+again, give up and write the weights together.
 """
 
 import contextlib
 import math
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fourfold.checkpoint.collect import TrainingState
-from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
+from fourfold.checkpoint.manager import CheckpointLog, CheckpointManager, TrainingProgress
 from fourfold.environment.known_waits import waiting_for
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.feed import Feed
@@ -20,18 +23,15 @@ from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_p
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.step.metrics import Metrics
+from fourfold.step.train_step import TrainStep
 from fourfold.trainer.callback_runner import CallbackRunner
-from fourfold.trainer.data_meter import DataMeter
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.last_checkpoint import save_weights_alone, wait_until_saved
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.memory_log import MemoryLog
+from fourfold.trainer.meters import AVERAGED_STEPS, DataMeter, StragglerDetector
 from fourfold.trainer.run_length import RunSettings
-from fourfold.trainer.run_logger import RunLogger
-from fourfold.trainer.stragglers import StragglerDetector
-from fourfold.trainer.summary import RunResult
-from fourfold.trainer.throughput import AVERAGED_STEPS
+from fourfold.trainer.run_logger import RunLogger, RunResult
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.error_notes import describe_function, has_note, noting
 from fourfold.words.errors import (
@@ -41,9 +41,13 @@ from fourfold.words.errors import (
     Problem,
     StoppedError,
     TaskError,
+    TrainingError,
 )
 from fourfold.words.measures import is_better
 from fourfold.words.task import Task
+from fourfold.words.units import format_bytes
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -331,3 +335,61 @@ def _check_lr_factor(factor: Any, step: int) -> float:
         if math.isfinite(value := float(factor)):
             return value
     raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))
+
+
+# ---- the end: until the disk has the last step -----------------------------------------------------------------------
+
+
+RETRY_SECONDS = 5.0
+
+
+def wait_until_saved(
+    checkpoints: CheckpointManager,
+    step: TrainStep,
+    log: CheckpointLog,
+    *,
+    last: int,
+    wait_seconds: int,
+    is_stopping: Callable[[], bool],
+) -> bool:
+    """Wait for the checkpoint of step `last`, and write it again while it fails. Collective.
+
+    Returns whether it is written: not if `wait_seconds` have passed, or `is_stopping()` on any rank. Raises PeerError
+    if a rank died while it wrote its file.
+    """
+    begin, has_said = time.monotonic(), False
+    while True:
+        checkpoints.wait_for_writer()
+        reasons = checkpoints.take_failures()
+        own = checkpoints.is_saved(last), time.monotonic() - begin < wait_seconds, is_stopping()
+        views = step.all_gather_json(own)
+        (is_saved, has_time, _), is_stopped = views[0], any(view[2] for view in views)
+        if is_saved or is_stopped or not has_time:
+            if is_saved:
+                checkpoints.remove_weights()  # an earlier attempt's
+            if is_saved and has_said:
+                log.log_message(f"the checkpoint of step {last} is written")
+            return is_saved
+        if reasons and not has_said:
+            has_said = True
+            held = f"the result of {format_bytes(checkpoints.num_bytes)} is held in memory"
+            wait = f"up to {wait_seconds} s (disk_seconds)"
+            log.log_message(f"warning: {reasons[0]}; {held}, and written as soon as the disk takes it: waiting {wait}")
+        with waiting_for("room on the disk"):
+            time.sleep(RETRY_SECONDS)
+        checkpoints.save_again()
+
+
+def save_weights_alone(checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress) -> NoReturn:
+    """Save the weights without the rest, where the disk has room for them. Collective. Raises TrainingError."""
+    folder, failure = checkpoints.save_weights(progress)
+    view = [checkpoints.newest_step(), checkpoints.last_reason, failure]
+    resumed, reason, failure = step.all_gather_json(view)[0]
+    got = f"all {progress.step} steps are done, but the last checkpoint could not be written: {reason}"
+    attempt = f"the same command, which {f'resumes from step {resumed}' if resumed else 'starts over'}"
+    if failure:
+        checkpoints.remove_weights(keep_whole=True)
+        got = f"{got}; nor could the weights alone: {failure}"
+    else:
+        attempt = f"fourfold checkpoint export {folder}, which has the weights; or {attempt}"
+    raise TrainingError(Problem(got, "a disk that can be written and has room", attempt), where="training")

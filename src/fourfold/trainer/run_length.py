@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fourfold.feed.data_input import DataInput
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import num_batches
-from fourfold.trainer.declared_settings import setting
 from fourfold.trainer.lr_factors import lr_factors
-from fourfold.trainer.settings import Settings
+from fourfold.trainer.settings import Settings, setting
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task
 

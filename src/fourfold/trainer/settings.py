@@ -5,27 +5,133 @@ word      a setting as KEY=VALUE on the command line
 identity  what makes two commands the same run: the task, its settings, and the fields marked so; never the mesh
 Law: whatever lists settings is derived from these fields: the checks of `train`, the words of the command line, the
 tables of `fourfold train --help` and docs/runs.md, the identity. A new setting is one field, and one line in
-`TrainOptions`, which type checkers read.
+`TrainOptions`, which type checkers read. A check returns every problem of a value, and raises nothing.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
 from fourfold.plan.order_names import ORDERS
-from fourfold.trainer.declared_settings import Setting, declared_settings, setting
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
-from fourfold.trainer.setting_checks import ema_problems, json_problems, mode_problems, name_problems, order_problems
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 from fourfold.words.measures import MODES
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
+
+# ---- how a setting is declared ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a setting means, and which values it may have.
+
+    type         int, float, str, bool, tuple (of numbers), os.PathLike, Mapping, or the class of an object
+    check        (value, name) -> problems, where the type and the bounds do not say it all
+    attempt      what an error suggests
+    default_text  the default as tables show it; "": the field's own
+    in_identity  "if given": unless it is the default
+    word         fields that differ on the command line; None: no word of the command line
+    """
+
+    help: str
+    type: Any
+    is_optional: bool = False
+    minimum: int | None = None
+    above: float | None = None
+    maximum: int | None = None
+    choices: tuple[str, ...] = ()
+    check: Callable[[Any, str], list[Problem]] | None = None
+    attempt: str = ""
+    default_text: str = ""
+    in_identity: Literal["never", "always", "if given"] = "never"
+    word: Mapping[str, Any] | None = field(default_factory=dict)
+
+    def problems(self, name: str, value: Any) -> list[Problem]:
+        """The problem with a value given in Python, if there is one."""
+        if value is None and self.is_optional:
+            return []
+        if self.check is not None:
+            return self.check(value, name)
+        optional, attempt = self.is_optional, self.attempt
+        checks: dict[Any, Callable[..., list[Problem]]] = {
+            int: functools.partial(argument_checks.int_problems, minimum=self.minimum or 0, attempt=attempt),
+            float: functools.partial(argument_checks.positive_problems, attempt=attempt),
+            str: argument_checks.str_problems,
+            os.PathLike: functools.partial(argument_checks.str_problems, path=True),
+            Mapping: argument_checks.mapping_problems,
+        }
+        of_class = functools.partial(argument_checks.instance_problems, kind=self.type, attempt=attempt)
+        return checks.get(self.type, of_class)(name, value, optional=optional)
+
+
+def setting(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
+    """A dataclass field that is a setting; `declared` are fields of `Setting`. Without a default it must be given."""
+    return field(default=default, metadata={"setting": Setting(**declared)})
+
+
+def declared_settings(settings: Any) -> dict[str, Setting]:
+    """The settings that a dataclass declares, or the class of an instance, by name."""
+    return {each.name: each.metadata["setting"] for each in dataclasses.fields(settings)}
+
+
+# ---- checks of values with rules of their own ------------------------------------------------------------------------
+
+
+def ema_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no decay of an average."""
+    if argument_checks.is_real(value) and 0 < value < 1:
+        return []
+    return [Problem(f"{name} = {value!r}", "more than 0, less than 1", "ema=0.999")]
+
+
+def json_problems(value: Any, name: str) -> list[Problem]:
+    """What of a dict cannot stand in settings.json."""
+    problems = argument_checks.mapping_problems(name, value, optional=True)
+    for key, each in value.items() if not problems else ():
+        try:
+            msgspec.json.encode({key: each})
+        except (TypeError, ValueError, OverflowError) as error:
+            problems.append(Problem(f"{name}[{key!r}]: {error}", "a value that JSON can hold"))
+    return problems
+
+
+def mode_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no way to choose the best."""
+    return (
+        [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
+    )
+
+
+def order_problems(value: Any, name: str) -> list[Problem]:
+    """Why a value is no order of samples. Whether the data can have it is known when the data is open."""
+    if value is None or value in ORDERS:
+        return []
+    return [Problem(argument_checks.format_argument(name, value), " or ".join(ORDERS), f"{name}=windowed window=4")]
+
+
+def name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:
+    """Why a keyword of `train` is none. `lr_words`: what the command line calls lr_WORD, and Python `rates`."""
+    if name in known:
+        return []
+    field = name.removeprefix("lr_")
+    attempt = place_of_setting(name, known) or closest_match(name, known)
+    if field != name and field in lr_words:
+        attempt = f"rates=ff.LRSchedule({field}=…)"
+    return [Problem(argument_checks.format_argument(name, value), "a keyword of ff.train", attempt or "help(ff.train)")]
+
+
+# ---- the settings ----------------------------------------------------------------------------------------------------
+
 
 TRACE_EVERY = 100  # steps
 TASK_FIELDS = ("steps", "epochs", "batch_size", "clip")  # a task has them too; None takes the task's

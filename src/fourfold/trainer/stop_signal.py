@@ -28,8 +28,7 @@ from typing import NoReturn
 from fourfold.checkpoint.store import resume_hint
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World
-from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
+from fourfold.trainer.heartbeat import MAX_FRAMES, Heartbeat, waits_for_peers
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"

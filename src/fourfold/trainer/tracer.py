@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.environment.atomic_file import write_atomically
+from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.rank_events import COLLECTIVE_LANES
 from fourfold.plan.rank_program import lane_of
-from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, encode_trace
+from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
 from fourfold.step.train_step import TrainStep
-from fourfold.trainer.clock_offsets import clock_offsets
 from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb
@@ -173,7 +173,7 @@ class Tracer:
 
     def _add_step(self, step_number: int, spans_by_rank: list[list[list[Any]]]) -> None:
         if self._clock_offsets is None:
-            self._clock_offsets = clock_offsets(self._step.all_gather_json)
+            self._clock_offsets = _clock_offsets(self._step.all_gather_json)
         self._programs = self._step.programs
         self._steps[step_number] = [[Span(*span) for span in spans] for spans in spans_by_rank]
         if len(self._steps) > self._max_kept:
@@ -227,3 +227,20 @@ def _without_overlap(spans: list[Span]) -> list[Span]:
             free[span.lane] = max(free[span.lane], span.stop)
         tiled.append(span)
     return tiled
+
+
+NUM_CLOCK_READINGS = 8  # rounds in which all ranks read their clocks
+
+
+def _clock_offsets(all_gather: Callable[[Any], list[Any]]) -> list[int]:
+    """How far each rank's clock is ahead of rank 0's, in nanoseconds; ranks of one host share a clock. Collective."""
+    hosts = all_gather(host_id())
+    if len(set(hosts)) == 1:
+        return [0] * len(hosts)
+    readings = list(zip(*(all_gather(time.monotonic_ns()) for _ in range(NUM_CLOCK_READINGS)), strict=True))
+    offsets = []
+    for host, column in zip(hosts, readings, strict=True):
+        least, most = clock_offset_bounds(list(readings[0]), list(column))
+        offsets.append(0 if host == hosts[0] else (least + most) // 2)
+    # One offset per host: its first rank's.
+    return [offsets[hosts.index(host)] for host in hosts]

@@ -30,23 +30,21 @@ from fourfold.step.meta_model import try_meta_model
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module
-from fourfold.trainer.callback_list import check_callbacks, required_metrics, unique_names
 from fourfold.trainer.callback_runner import CallbackRunner
+from fourfold.trainer.callbacks.registry import check_callbacks, required_metrics, unique_names
+from fourfold.trainer.evaluate import check_measured, metric_needs
 from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.link_watch import links_watched
 from fourfold.trainer.loop import TrainingLoop
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
-from fourfold.trainer.metric_checks import check_measured, metric_needs
 from fourfold.trainer.progress import make_progress
 from fourfold.trainer.run_identity import Identity, run_identity
 from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed, format_epochs, with_sizes
-from fourfold.trainer.run_logger import ProgressDisplay, RunLogger
+from fourfold.trainer.run_logger import ProgressDisplay, RunLogger, RunResult
 from fourfold.trainer.settings import TrainOptions, check_setting_names, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
-from fourfold.trainer.summary import RunResult
 from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
-from fourfold.trainer.wait_watch import compilations_known, waits_shown
+from fourfold.trainer.watch import compilations_known, links_watched, waits_shown
 from fourfold.words.callback import Callback
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError

@@ -1,14 +1,24 @@
-"""Logged runs: which run of a tracking service a folder belongs to, and how much of it is logged there already.
+"""Logged runs: which run of a service a folder belongs to, and what all loggers write there under which names.
 
     runs/NAME/callbacks/wandb.json   {"run": "1b0c…", "step": 120, "evaluated": 100}
 
 Law: no step is logged twice. After a restart from an older checkpoint, the steps that are logged already are trained
-again but not logged again: such services can append, and not replace.
+again but not logged again: such services can append, and not replace. All loggers use the same names; what a step did
+not measure has no value, and is left out.
 """
 
+import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+from fourfold.words import argument_checks
+from fourfold.words.callback import EvaluateEvent, StartEvent, StepEvent
+from fourfold.words.errors import Problem, SettingError
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
 
 FOLDER = "callbacks"
 STEP_DIGITS = 12  # the file keeps its length, so that a step is noted in place
@@ -65,3 +75,45 @@ class LoggedRun:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+# ---- its steps and evaluations ---------------------------------------------------------------------------------------
+
+
+def check_every(every: int, *, callback: str) -> None:
+    """Raise SettingError unless every so many steps can be logged."""
+    if problems := argument_checks.int_problems("every", every, minimum=1, attempt="every=10"):
+        raise SettingError(problems, where=callback)
+
+
+def is_logged(step: int, every: int) -> bool:
+    """Whether a step is logged: the first, and every so many."""
+    return step == 1 or step % every == 0
+
+
+def step_metrics(event: StepEvent, *, unit: str) -> dict[str, float]:
+    """`train/loss`, `train/lr`, `train/grad_norm` where it was measured, `train/tokens_per_second` …"""
+    metrics = {"train/loss": event.loss, "train/lr": event.lr, f"train/{unit}_per_second": event.units_per_second}
+    return metrics if event.grad_norm is None else {**metrics, "train/grad_norm": event.grad_norm}
+
+
+def evaluate_metrics(event: EvaluateEvent) -> dict[str, float]:
+    """`valid/loss`, and the task's own measures."""
+    return {f"valid/{name}": value for name, value in event.metrics.items()}
+
+
+def run_config(event: StartEvent) -> dict[str, Any]:
+    """The settings of the run; under `task_arguments` the task's arguments, under `plan` the plan's fields."""
+    return {**event.settings, "num_ranks": event.num_ranks, "plan": dict(event.plan)}
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+
+def check_installed(module: str, package: str, *, callback: str) -> None:
+    """Raise SettingError, with the line that installs it, if a library is missing. Imports nothing."""
+    if importlib.util.find_spec(module) is None:
+        need = f"the package {package}"
+        raise SettingError(
+            Problem(f"{callback}, and {package} is not installed", need, f"pip install {package}"), where="callbacks"
+        )

@@ -7,15 +7,15 @@ import importlib.util
 import time
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import (
+from fourfold.trainer.callbacks.logged_run import (
+    LoggedRun,
     check_every,
+    check_installed,
     evaluate_metrics,
     is_logged,
     run_config,
     step_metrics,
 )
-from fourfold.trainer.callbacks.logged_run import LoggedRun
-from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
 from fourfold.words.errors import Problem, SettingError
 

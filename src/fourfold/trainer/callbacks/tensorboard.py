@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_metrics import (
+from fourfold.trainer.callbacks.logged_run import (
     check_every,
+    check_installed,
     evaluate_metrics,
     is_logged,
     run_config,
     step_metrics,
 )
-from fourfold.trainer.callbacks.optional_library import check_installed
 from fourfold.words.callback import Callback, CheckpointEvent, EndEvent, EvaluateEvent, StartEvent, StepEvent
 
 

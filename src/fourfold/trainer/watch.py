@@ -1,8 +1,11 @@
-"""Link watch: a thread on the first rank of each host that says which link between hosts is slow or cut.
+"""Watch: threads beside a run that say which link between hosts is slow or cut, and what its ranks wait for.
 
 silent   a peer of which nothing was heard for MISSED_BEATS beats
 slow     a link whose answers take much longer than they did, while its two ends wait: in a step that lasts much longer
          than their steps do, or in the start, an evaluation or a checkpoint
+slow     a link whose answers take much longer than they did, while its two ends wait in a step that lasts much longer
+         than their steps do
+wait     what ranks know that they wait for (`environment/known_waits.py`): shown once it has lasted a while
 Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
 """
 
@@ -14,14 +17,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from fourfold.environment.known_waits import waiting_for
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
-from fourfold.trainer.heartbeat import Heartbeat
-from fourfold.trainer.progress import format_seconds
+from fourfold.parts.torch_dispatch import compilations_noted
+from fourfold.trainer.heartbeat import MAX_FRAMES, Heartbeat, waits_for_peers
+from fourfold.trainer.progress import format_duration, format_seconds
 from fourfold.trainer.run_logger import RunLogger
-from fourfold.trainer.stack_text import MAX_FRAMES, waits_for_peers
 from fourfold.words.errors import REQUEUE_EXIT_CODE
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
 
 MISSED_BEATS = 3
 LISTEN_SECONDS = 0.1
@@ -147,3 +154,56 @@ def _exit(text: str, heartbeat: Heartbeat, logger: RunLogger) -> NoReturn:
         _print_error(f"PeerError: {text}; start the same command again")
     finally:
         os._exit(REQUEUE_EXIT_CODE)
+
+
+# ---- known waits -----------------------------------------------------------------------------------------------------
+
+
+POLL_SECONDS = 1.0
+SHOWN_SECONDS = 3.0  # shorter waits are no news
+
+
+@contextlib.contextmanager
+def waits_shown(heartbeat: Heartbeat, logger: RunLogger) -> Iterator[None]:
+    """Within: the logger is told of waits, on the rank that shows the progress."""
+    if not logger.shows_progress:
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(POLL_SECONDS):
+            if text := wait_text(heartbeat, time.monotonic()):
+                logger.show_wait(text)
+
+    thread = threading.Thread(target=watch, name="fourfold waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def compilations_known() -> Iterator[None]:
+    """Within: what `torch.compile` takes, in whichever step, is a known wait."""
+    waits = contextlib.ExitStack()
+
+    def begin() -> None:
+        waits.enter_context(waiting_for("torch.compile"))
+
+    with compilations_noted(begin, waits.close):
+        yield
+
+
+def wait_text(heartbeat: Heartbeat, now: float) -> str:
+    """What is waited for, by which rank of this host and how long; "" while steps end, or no rank knows."""
+    if now - heartbeat.phase_start < SHOWN_SECONDS:
+        return ""
+    waits = {index: wait for index, wait in heartbeat.waits().items() if now - wait.since >= SHOWN_SECONDS}
+    if not waits:
+        return ""
+    index, wait = min(waits.items(), key=lambda each: each[1].since)
+    who = f"rank {index} waits" if heartbeat.num_ranks > 1 else "waits"
+    return f"{who} {format_duration(now - wait.since)} for {wait.what}"

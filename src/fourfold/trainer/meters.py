@@ -1,0 +1,201 @@
+"""Meters: how fast a run goes, how long it waits for its batches, and which rank the others wait for.
+
+segment  of waits for data: whole epochs of at least MIN_STEPS steps, or MAX_STEPS steps: one line of the log
+Law: the time between the ends of two steps counts as a whole, with reading data, evaluations and checkpoints. Ranks
+exchange their waits once in a segment, their busy times once in WINDOW_STEPS steps; no other step communicates for
+this. A straggler is reported once, with what it spends its time on. It keeps running.
+"""
+
+import dataclasses
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from fourfold.feed.feed import Feed
+from fourfold.plan.stragglers import find_steady_stragglers, median_step_seconds
+from fourfold.plan.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
+from fourfold.step.metrics import Metrics
+from fourfold.step.train_step import TrainStep
+from fourfold.words.measures import waiting_fraction
+from fourfold.words.progress import ProgressLine
+
+# ---- throughput ------------------------------------------------------------------------------------------------------
+
+
+AVERAGED_STEPS = 20  # steps over which the progress line averages
+
+
+class Throughput:
+    """The clock of a run on one rank."""
+
+    def __init__(self) -> None:
+        self.num_units = 0.0
+        """Samples or tokens of all steps since `restart`."""
+        self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """The run begins now, after `step`."""
+        self.first_step = step
+        self._start_time = time.perf_counter()
+        # The end of each recent step, and of the step before them: the time in between includes reading data.
+        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
+
+    def add_step(self, units: float, metrics: Metrics) -> None:
+        """A step of so many samples or tokens has ended just now."""
+        self.num_units += units
+        self._recent_metrics.append((units, metrics))
+        self._step_end_times.append(time.perf_counter())
+
+    @property
+    def units_per_second(self) -> float:
+        """Over all ranks, the mean of the last steps."""
+        return sum(units for units, _ in self._recent_metrics) / self._recent_seconds
+
+    @property
+    def _recent_seconds(self) -> float:
+        return max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
+
+    def progress_line(self, step: int, *, num_steps: int, unit: str) -> ProgressLine:
+        """Where the run stands after `step`."""
+        elapsed = self._step_end_times[-1] - self._start_time
+        losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
+        return ProgressLine(
+            step=step,
+            num_steps=num_steps,
+            loss=sum(losses) / len(losses) if losses else float("nan"),
+            units_per_second=self.units_per_second,
+            unit=unit,
+            waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
+            remaining_seconds=elapsed / (step - self.first_step) * (num_steps - step),
+        )
+
+
+# ---- waits for data --------------------------------------------------------------------------------------------------
+
+
+MIN_STEPS, MAX_STEPS = 20, 500
+LOW_UTILIZATION = 0.9  # what MLPerf Storage requires of most workloads
+MIN_LOST_SECONDS = 1.0  # less in a segment is not worth a line: steps of a millisecond wait for anything
+MICROSECONDS = 1e6
+DATA_KEY = "data"
+
+
+class DataLog(Protocol):
+    """Where segments are reported; on ranks other than 0 it does nothing."""
+
+    def write_record(self, record: Mapping[str, Any]) -> None: ...
+    def log_message(self, text: str) -> None: ...
+
+
+class DataMeter:
+    """The waits of this rank's steps since the last segment."""
+
+    def __init__(self, step: TrainStep, feed: Feed, log: DataLog) -> None:
+        self._step, self._feed, self._log = step, feed, log
+        self._steps: list[TrainedStep] = []
+        self._is_epoch_start, self._has_warned = True, False
+        self._epochs = [feed.state.epoch] * 2
+
+    def batch_read(self, batch: Any) -> None:
+        """This rank has its next batch from the feed."""
+        self._bytes_read = getattr(batch, "bytes_read", None)
+        state = self._feed.state
+        self._is_epoch_end = state.position == 0
+        self._epochs[1] = state.epoch - self._is_epoch_end
+
+    def step_done(self, step_number: int, metrics: Metrics) -> None:
+        """A step has ended. Collective where a segment ends with it."""
+        # No window holds the first step of an epoch.
+        if not self._is_epoch_start and metrics.data_seconds is not None:
+            times = metrics.data_seconds, metrics.seconds
+            self._steps.append(TrainedStep(step_number, *times, metrics.samples, self._bytes_read))
+        self._is_epoch_start = self._is_epoch_end
+        if len(self._steps) >= (MIN_STEPS if self._is_epoch_end else MAX_STEPS):
+            self.end_segment()
+
+    def end_segment(self) -> None:
+        """Write the line of the segment that ends here. Collective."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        waits = [round(step.data_seconds * MICROSECONDS) for step in steps]
+        by_rank = self._step.all_gather_json(
+            [socket.gethostname(), sum_known(step.bytes_read for step in steps), waits]
+        )
+        seconds_by_rank = [[wait / MICROSECONDS for wait in waits] for _, _, waits in by_rank]
+        window = training_window(steps, seconds_by_rank)
+        window = window._replace(bytes_read=sum_known(num_bytes for _, num_bytes, _ in by_rank))
+        waiting = longest_waiting(seconds_by_rank)
+        record = {
+            "first_epoch": self._epochs[0],
+            "last_epoch": self._epochs[1],
+            "first_step": steps[0].number,
+            "last_step": steps[-1].number,
+            **window._asdict(),
+            "utilization": window.utilization,
+            "rank": waiting.rank,
+            "host": by_rank[waiting.rank][0],
+            "rank_seconds": waiting.seconds,
+        }
+        self._epochs[0] = self._feed.state.epoch
+        self._log.write_record({DATA_KEY: record})
+        self._warn(record, window)
+
+    def _warn(self, record: Mapping[str, Any], window: Window) -> None:
+        lost_seconds = window.running_seconds - window.compute_seconds
+        is_low = window.utilization is not None and window.utilization < LOW_UTILIZATION
+        if self._has_warned or not is_low or lost_seconds < MIN_LOST_SECONDS:
+            return
+        self._has_warned = True
+        where = f"rank {record['rank']} on {record['host']}"
+        waited = f"waited {record['rank_seconds']:.1f} s of {window.running_seconds:.1f} s for data"
+        self._log.log_message(
+            f"accelerator utilization {100 * (window.utilization or 0.0):.0f} %: {where} {waited} "
+            f"(steps {record['first_step']} to {record['last_step']})"
+        )
+
+
+# ---- waits for a rank ------------------------------------------------------------------------------------------------
+
+
+SEGMENT_STEPS, NUM_SEGMENTS = 20, 3
+WINDOW_STEPS = SEGMENT_STEPS * NUM_SEGMENTS
+DATA = "data"
+
+
+class StragglerLog(Protocol):
+    """Where stragglers are reported; on ranks other than 0 it does nothing."""
+
+    def write_record(self, record: Mapping[str, Any]) -> None: ...
+    def log_message(self, text: str) -> None: ...
+
+
+class StragglerDetector:
+    """What this rank's last steps were spent on."""
+
+    def __init__(self, step: TrainStep, log: StragglerLog) -> None:
+        self._step, self._log = step, log
+        self._steps: list[dict[str, float]] = []
+        self._reported_ranks: set[int] = set()
+
+    def step_done(self, step_number: int, data_seconds: float | None) -> None:
+        """Step `step_number` of the run has ended, after a wait of `data_seconds`. Collective once in WINDOW_STEPS."""
+        if self._step.plan.mesh.size == 1:
+            return
+        self._steps.append({DATA: data_seconds or 0.0, **self._step.busy_seconds})
+        if len(self._steps) < WINDOW_STEPS:
+            return
+        starts = range(0, WINDOW_STEPS, SEGMENT_STEPS)
+        typical = [median_step_seconds(self._steps[start : start + SEGMENT_STEPS]) for start in starts]
+        self._steps = []
+        hosts, rows = zip(*self._step.all_gather_json([socket.gethostname(), typical]), strict=True)
+        for straggler in find_steady_stragglers(list(zip(*rows, strict=True)), self._step.plan.mesh):
+            if straggler.rank not in self._reported_ranks:
+                self._reported_ranks.add(straggler.rank)
+                host = hosts[straggler.rank]
+                steps = f"steps {step_number - WINDOW_STEPS + 1} to {step_number}"
+                self._log.log_message(f"{straggler.describe(host)} ({steps})")
+                self._log.write_record({"late": {**dataclasses.asdict(straggler), "host": host, "step": step_number}})
