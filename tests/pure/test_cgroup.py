@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from fourfold.doctor import machine_probe
-from fourfold.environment import cgroup, host_memory, world
+from fourfold.environment import host_limits, world
 
 
 def tree(folder: Path, files: dict[str, str], own_cgroup: str) -> dict[str, Path]:
@@ -43,13 +43,13 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_the_quota_is_the_smallest_of_a_cgroup_and_its_ancestors(name, tmp_path):
     files, own_cgroup, quota = TREES[name]
-    assert cgroup.cpu_quota(**tree(tmp_path, files, own_cgroup)) == quota
+    assert host_limits.cpu_quota(**tree(tmp_path, files, own_cgroup)) == quota
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (3.0, 3), (100.0, 8)])
 def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
     with (
-        mock.patch.object(cgroup, "cpu_quota", return_value=quota),
+        mock.patch.object(host_limits, "cpu_quota", return_value=quota),
         mock.patch("os.sched_getaffinity", return_value=set(range(8))),
     ):
         found = machine_probe.probe_machine()
@@ -89,13 +89,13 @@ def test_a_run_and_the_doctor_see_the_same_memory_limit(name, tmp_path, monkeypa
     files, own, expected = MEMORY_TREES[name]
     paths = tree(tmp_path, files, own)
     (tmp_path / "meminfo").write_text("MemAvailable: 1000 kB\nSwapFree: 0 kB\n")
-    monkeypatch.setattr(host_memory, "CGROUP_ROOT", paths["root"])
-    monkeypatch.setattr(host_memory, "PROC_CGROUP", paths["proc_cgroup"])
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_limits, "CGROUP_ROOT", paths["root"])
+    monkeypatch.setattr(host_limits, "PROC_CGROUP", paths["proc_cgroup"])
+    monkeypatch.setattr(host_limits, "MEMINFO", tmp_path / "meminfo")
     found = machine_probe.probe_machine()
     assert (found.limit_bytes, found.limit_left_bytes) == expected
     has_limit = found.limit_left_bytes is not None
-    assert host_memory.available_bytes() == (found.limit_left_bytes if has_limit else 1000 * 1024)
+    assert host_limits.available_bytes() == (found.limit_left_bytes if has_limit else 1000 * 1024)
     # The probe reserves little of what is left.
     assert found.shared_problem == ""
     assert found.shared_bytes == machine_probe.MIB if has_limit else found.shared_bytes <= machine_probe.SHARED_BYTES

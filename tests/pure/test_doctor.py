@@ -11,10 +11,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.doctor import gloo_probe
-from fourfold.doctor.checks import GIB, MIB, OLDEST_TORCH, check_machine
-from fourfold.doctor.facts import GlooTiming, MachineFacts
-from fourfold.doctor.findings import FAIL, OK, WARN, exit_code, format_findings
-from fourfold.doctor.machine_probe import probe_machine
+from fourfold.doctor.checks import FAIL, GIB, MIB, OK, OLDEST_TORCH, WARN, check_machine, exit_code, format_findings
+from fourfold.doctor.machine_probe import GlooTiming, MachineFacts, probe_machine
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = MachineFacts(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.environment import slurm_hostlist
+from fourfold.environment import launchers
 from fourfold.environment.launchers import LAUNCHERS, detect
 from fourfold.environment.rendezvous import (
     FIRST_PORT,
@@ -179,25 +179,25 @@ def test_no_two_launchers_share_a_rank_variable() -> None:
 
 
 def test_slurm_node_lists_are_expanded() -> None:
-    assert list(slurm_hostlist.expand_nodelist("n1")) == ["n1"]
-    assert list(slurm_hostlist.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
+    assert list(launchers.expand_nodelist("n1")) == ["n1"]
+    assert list(launchers.expand_nodelist("gpu[08-10,3],login,r[0-1]n[1-2]x")) == [
         *("gpu08", "gpu09", "gpu10", "gpu3", "login"),
         *("r0n1x", "r0n2x", "r1n1x", "r1n2x"),
     ]
-    assert next(slurm_hostlist.expand_nodelist("n[1-999999999999]")) == "n1"
-    assert slurm_hostlist.parse_task_counts("2(x3),1") == [2, 2, 2, 1]
+    assert next(launchers.expand_nodelist("n[1-999999999999]")) == "n1"
+    assert launchers.parse_task_counts("2(x3),1") == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1", "n1]", "n[1-]", "n[a]", "n[2-1]", "a,,b", "n[[1]]", "n[1] b"])
 def test_malformed_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
-        list(slurm_hostlist.expand_nodelist(text))
+        list(launchers.expand_nodelist(text))
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=8), st.integers(1, 3))
 def test_expanding_a_node_list_gives_its_hosts(numbers: list[int], width: int) -> None:
     written = ",".join(f"{number:0{width}}" for number in numbers)
-    assert list(slurm_hostlist.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]
+    assert list(launchers.expand_nodelist(f"n[{written}]")) == [f"n{number:0{width}}" for number in numbers]
 
 
 @pytest.mark.parametrize("given", [3, {"loss": 0.5}, None])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.environment import host_memory
+from fourfold.environment import host_limits
 from fourfold.feed import unpacked
 from fourfold.feed.source import fetch
 from fourfold.step import memory_bound
@@ -91,10 +91,10 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(host_memory, "CGROUP_ROOT", folder / "cgroup")
-    monkeypatch.setattr(host_memory, "MEMINFO", folder / "meminfo")
-    monkeypatch.setattr(host_memory, "PROC_CGROUP", folder / "own")
-    return host_memory.available_bytes()
+    monkeypatch.setattr(host_limits, "CGROUP_ROOT", folder / "cgroup")
+    monkeypatch.setattr(host_limits, "MEMINFO", folder / "meminfo")
+    monkeypatch.setattr(host_limits, "PROC_CGROUP", folder / "own")
+    return host_limits.available_bytes()
 
 
 NO_SWAP = {"cgroup/memory.swap.max": "0\n", "cgroup/memory.swap.current": "0\n"}
@@ -172,13 +172,13 @@ def test_what_a_rank_may_unpack_is_its_part_of_the_memory_or_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host(tmp_path, monkeypatch, {"meminfo": MEMINFO})
-    assert host_memory.total_bytes() == 2000 * 1024
+    assert host_limits.total_bytes() == 2000 * 1024
     host(tmp_path, monkeypatch, {"cgroup/memory.max": "6000\n", "cgroup/memory.current": "5999\n"})
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert unpacked.share_bytes.__wrapped__() == 3000
     (tmp_path / "meminfo").unlink()
-    assert host_memory.total_bytes() is None
+    assert host_limits.total_bytes() is None
 
 
 # ---- the bound is a lower bound

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.document_mask import DocumentMask
 from fourfold.plan.sequence import RINGS, token_positions
-from fourfold.testing import thread_rings, threads
+from fourfold.testing import threads
 from fourfold.words.errors import TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import BATCH, TOLERANCE, AttentionCase, AttentionResult
@@ -67,7 +67,7 @@ def test_attention_on_any_ring_is_causal_attention_within_documents(size, ring, 
     expected = attention_oracle.oracle(case, tensors._replace(mask=dense(starts)))
 
     def body(comm):
-        group = thread_rings.make_axis(comm, case.ring, case.ulysses)
+        group = threads.make_axis(comm, case.ring, case.ulysses)
         ranges = group.local_token_ranges(case.length)
         found = run(case, tensors, starts, group, torch.tensor(token_positions(ranges)))
         return attention_oracle.deviation(found, expected, ranges)

@@ -9,7 +9,7 @@ import torch
 
 from fourfold.parts.sequence import kernels
 from fourfold.plan.sequence import RINGS, AttentionSize, SequenceSpec, attention_sent_elements, scores_per_index
-from fourfold.testing import thread_rings, threads
+from fourfold.testing import threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE
 from tests import attention_oracle
@@ -21,7 +21,7 @@ def worst(cases, transport="messages", factor=1.0):
     expected = [(case, *_expected(case, factor)) for case in cases]
 
     def body(comm):
-        axis = thread_rings.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=transport)
+        axis = threads.make_axis(comm, cases[0].ring, cases[0].ulysses, transport=transport)
         found = []
         for case, tensors, oracle in expected:
             mine = attention_oracle.run_on_axis(case, tensors, axis)
@@ -93,7 +93,7 @@ def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
     assert not any(tensor[0].any() for tensor in expected)
 
     def body(comm):
-        axis = thread_rings.make_axis(comm)
+        axis = threads.make_axis(comm)
         found = [
             attention_oracle.run_on_axis(case, tensors._replace(mask=mask), axis) for mask in (tensors.mask, lowest)
         ]
@@ -105,7 +105,7 @@ def test_fully_masked_queries_give_zero_as_in_torch_and_no_gradient():
 # ---- what is sent and computed ---------------------------------------------------------------------
 
 
-def channels(axis) -> list[thread_rings.ThreadChannel]:
+def channels(axis) -> list[threads.ThreadChannel]:
     return [ring._channel for ring in axis.groups if ring.size > 1]
 
 
@@ -118,7 +118,7 @@ def test_a_layer_sends_six_times_its_local_k_per_hop(size, ring, ulysses, heads)
     tensors = attention_oracle.make_tensors(case)
 
     def body(comm):
-        axis = thread_rings.make_axis(comm, ring, ulysses)
+        axis = threads.make_axis(comm, ring, ulysses)
         attention_oracle.run_on_axis(case, tensors, axis)
         return sum(channel.num_sent_elements for channel in channels(axis))
 
@@ -135,7 +135,7 @@ def test_a_key_mask_is_sent_in_the_message_of_its_keys():
     case = AttentionCase(4, mask="padding")
 
     def body(comm):
-        axis = thread_rings.make_axis(comm)
+        axis = threads.make_axis(comm)
         (channel,), messages = channels(axis), []
         shift = channel.send_right_recv_left
         channel.send_right_recv_left = lambda flat, tag: (messages.append(flat.numel()), shift(flat, tag))[1]
@@ -171,7 +171,7 @@ def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(
         def body(comm, case=case):
             index[threading.get_ident()] = comm.rank
             attention_oracle.run_on_axis(
-                case, attention_oracle.make_tensors(case), thread_rings.make_axis(comm, case.ring, transport=transport)
+                case, attention_oracle.make_tensors(case), threads.make_axis(comm, case.ring, transport=transport)
             )
 
         threads.run(4, body)
@@ -199,7 +199,7 @@ def test_the_trace_shows_communication_overlapped_with_computation(monkeypatch):
     case = AttentionCase(4, causal=True)
 
     def body(comm):
-        axis, recording = thread_rings.make_axis(comm), SpanRecorder()
+        axis, recording = threads.make_axis(comm), SpanRecorder()
         axis.ring_group.meter.recorder = recording
         attention_oracle.run_on_axis(case, attention_oracle.make_tensors(case), axis)
         return threading.get_ident(), recording.spans
@@ -221,7 +221,7 @@ def test_messages_and_shared_memory_give_the_same_bits(ring):
         threads.run(
             4,
             lambda comm, transport=transport: attention_oracle.run_on_axis(
-                case, tensors, thread_rings.make_axis(comm, ring, transport=transport)
+                case, tensors, threads.make_axis(comm, ring, transport=transport)
             ),
         )
         for transport in ("messages", "shared")

@@ -18,7 +18,7 @@ from fourfold.parts.sequence.attention import sequence_attention
 from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
 from fourfold.parts.splitmix64 import GOLDEN_GAMMA
 from fourfold.plan.sequence import RINGS, token_positions
-from fourfold.testing import thread_rings, threads
+from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase
@@ -30,7 +30,7 @@ def both(size, use, ring="zigzag", ulysses=1):
     single_process = use(scaled_dot_product_attention, tensors)
 
     def body(comm):
-        axis = thread_rings.make_axis(comm, ring, ulysses)
+        axis = threads.make_axis(comm, ring, ulysses)
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
@@ -116,7 +116,7 @@ def test_tensors_may_lack_the_head_dim_and_batches_may_be_empty():
 def test_double_backward_is_refused(ring):
     def body(comm):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = sequence_attention(q, k, v, thread_rings.make_axis(comm, ring))
+        out = sequence_attention(q, k, v, threads.make_axis(comm, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -125,7 +125,7 @@ def test_double_backward_is_refused(ring):
 
 
 def test_one_rank_calls_torchs_own_attention(monkeypatch):
-    axis = threads.run(1, thread_rings.make_axis)[0]
+    axis = threads.run(1, threads.make_axis)[0]
     q, k, v = torch.randn(3, 2, 2, 6, 4)
     called, own = [], scaled_dot_product_attention
     monkeypatch.setattr(
@@ -182,7 +182,7 @@ REFUSED = [
 def test_unsupported_arguments_are_refused(given, message):
     def body(comm):
         with pytest.raises((TrainingError, PlanError), match=message):
-            sequence_attention(group=thread_rings.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
+            sequence_attention(group=threads.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
@@ -190,7 +190,7 @@ def test_unsupported_arguments_are_refused(given, message):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(comm):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 heads of .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], thread_rings.make_axis(comm, ulysses=4), enable_gqa=True)
+            sequence_attention(Q, Q[:, :2], Q[:, :2], threads.make_axis(comm, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -247,7 +247,7 @@ def test_a_block_is_not_overwritten_before_all_ranks_have_read_it():
     second_has_begun = threading.Event()
 
     def body(comm):
-        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = threads.make_axis(comm, transport="shared").ring_group
         first = ring_group.iterate_blocks([torch.full((4,), 1.0 + comm.rank)])
         if comm.rank == 0:
             list(first)
@@ -268,7 +268,7 @@ def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
     is_ahead = threading.Event()
 
     def body(comm):
-        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = threads.make_axis(comm, transport="shared").ring_group
         found = []
         for number in (1.0, 2.0):
             carry = ring_group.make_accumulator(3, torch.float64, torch.device("cpu"))
@@ -286,7 +286,7 @@ def test_a_sum_is_not_overwritten_before_its_owner_has_read_it():
 
 def test_ranks_with_different_attention_calls_raise():
     def body(comm):
-        axis, mine = thread_rings.make_axis(comm, transport="shared"), Q[:, :, : 2 + 2 * comm.rank]
+        axis, mine = threads.make_axis(comm, transport="shared"), Q[:, :, : 2 + 2 * comm.rank]
         with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
             sequence_attention(mine, mine, mine, axis)
 
@@ -298,7 +298,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
         raise PeerError("rank 1 died")
 
     def body(comm):
-        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = threads.make_axis(comm, transport="shared").ring_group
         if comm.rank == 1:
             return
         assert isinstance(ring_group, RingOverSharedMemory)
@@ -325,7 +325,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
 
 def test_a_block_that_does_not_fit_is_refused():
     def body(comm):
-        ring_group = thread_rings.make_axis(comm, transport="shared").ring_group
+        ring_group = threads.make_axis(comm, transport="shared").ring_group
         with pytest.raises(memory.MemoryUnavailable, match="need at most 16 GiB"):
             ring_group.make_accumulator(2**40, torch.float32, torch.device("cpu")).receive()
 

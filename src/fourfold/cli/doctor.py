@@ -11,8 +11,7 @@ from fourfold.cli.output import print_text
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
-    from fourfold.doctor.checks import check_machine
-    from fourfold.doctor.findings import exit_code, format_findings
+    from fourfold.doctor.checks import check_machine, exit_code, format_findings
     from fourfold.doctor.machine_probe import probe_machine
 
     facts = probe_machine()

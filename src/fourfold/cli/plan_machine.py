@@ -133,7 +133,7 @@ def _identity(devices: int) -> "MachineIdentity":
 def _as_measured(calibration: "Calibration") -> Machine:
     import torch
 
-    from fourfold.environment.host_memory import available_bytes
+    from fourfold.environment.host_limits import available_bytes
     from fourfold.plan.predict.calibrated_prices import CalibratedPrices
 
     measured = calibration.machine

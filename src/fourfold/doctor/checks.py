@@ -1,16 +1,55 @@
-"""Checks: what the facts about this machine mean for training, and what to fix. One function per row.
+"""Checks: what the facts about this machine mean for training, and what to fix, as a table. One function per row.
 
+finding  one row: ok, warn or fail, the value found, and what to try if it is not ok
 Law: a check reads the facts and nothing else. `fail` means that training cannot start or goes wrong; `warn` means that
 it is slower than need be, or surprises.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from fourfold.doctor.facts import EARLIEST_TIME, OLDEST_PYTHON, MachineFacts
-from fourfold.doctor.findings import FAIL, OK, WARN, Finding
+from fourfold.doctor.machine_probe import EARLIEST_TIME, OLDEST_PYTHON, MachineFacts
 from fourfold.environment import launchers
 from fourfold.words.errors import FourfoldError, closest_match
+from fourfold.words.terminal_text import terminal_width
+from fourfold.words.text_table import align_columns
 from fourfold.words.units import format_bytes
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row. `attempt` is what to try if the mark is not ok."""
+
+    name: str
+    mark: str
+    value: str
+    attempt: str = ""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """1 if any row fails, else 0."""
+    return int(any(finding.mark == FAIL for finding in findings))
+
+
+def format_findings(findings: Sequence[Finding]) -> str:
+    """Aligned rows, and a last line that counts those that are not ok."""
+    rows = [(f.mark, f.name, f.value, f"try {f.attempt}" if f.attempt else "") for f in findings]
+    lines = align_columns(rows, "<<<<", gap="   ")
+    if max(map(len, lines)) > terminal_width():
+        stacked = [each for *row, attempt in rows for each in ((*row,), ("", "", attempt)) if each[-1]]
+        lines = align_columns(stacked, "<<<", gap="   ")
+    marks = [finding.mark for finding in findings]
+    bad = [f"{marks.count(mark)} {word}" for mark, word in ((FAIL, "failing"), (WARN, "to look at")) if mark in marks]
+    return "\n".join([*lines, "", ", ".join(bad) or "nothing to fix"])
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
 
 GIB, MIB = 2**30, 2**20
 

@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from fourfold.doctor.facts import GlooTiming
+from fourfold.doctor.machine_probe import GlooTiming
 from fourfold.environment.temporary_folder import temporary_folder
 
 TIMEOUT_SECONDS = 3.0

@@ -4,15 +4,72 @@ launcher    a program that starts the processes of a job: torchrun, mpirun, srun
 rank info   rank, size, local rank and local size of a process, and the launcher that set them
 Slurm step  the processes that one `srun` starts. An `salloc` shell and a batch script also have Slurm's variables, but
             are not ranks of a step
+node list   "gpu[01-03,07],login": host names, with ranges in brackets, read without Slurm
+task counts "2(x3),1": how many tasks each node has, in the order of the node list
 Law: the first launcher of the table whose rank variable is set started this process (torchrun runs inside srun and
-mpirun inside salloc, never the other way round). Incomplete variables are a LaunchError.
+mpirun inside salloc, never the other way round). Incomplete variables are a LaunchError. An invalid list of Slurm
+raises ValueError; a long range costs nothing until its names are read.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fourfold.environment import slurm_hostlist
+from fourfold.words.comma_lists import split_at_commas
 from fourfold.words.errors import LaunchError, Problem
+
+# ---- lists of Slurm --------------------------------------------------------------------------------------------------
+
+
+_PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_nodelist(text: str) -> Iterator[str]:
+    """The host names of a node list, in order: "n[08-10]" gives n08, n09, n10. Raises ValueError."""
+    for entry in split_at_commas(text, "[]"):
+        parts = _PART.findall(entry)
+        if not parts or "".join(parts) != entry:
+            raise ValueError(f"a node list {text!r}")
+        yield from _expand_parts(parts, text)
+
+
+def _expand_parts(parts: list[str], text: str) -> Iterator[str]:
+    """Every name of an entry; the last bracket varies fastest."""
+    if not parts:
+        yield ""
+        return
+    first, remaining = parts[0], parts[1:]
+    for head in _expand_bracket(first[1:-1], text) if first.startswith("[") else (first,):
+        for tail in _expand_parts(remaining, text):
+            yield head + tail
+
+
+def _expand_bracket(inner: str, text: str) -> Iterator[str]:
+    for part in inner.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise ValueError(f"a node list {text!r}")
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low):
+            raise ValueError(f"a node list {text!r}")
+        for number in range(int(low), int(high) + 1):
+            yield f"{number:0{len(low)}}"
+
+
+def parse_task_counts(text: str) -> list[int]:
+    """The number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1. Raises ValueError."""
+    matches = [_COUNT.fullmatch(part) for part in text.split(",")]
+    if not all(matches):
+        raise ValueError(f"counts {text!r}")
+    repeated = (itertools.repeat(int(match[1]), int(match[2] or 1)) for match in matches if match)
+    return list(itertools.chain.from_iterable(repeated))
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
 
 # Step ids from here on do not have ranks: the batch script, the interactive shell of salloc, the external step.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -187,7 +244,7 @@ def _slurm_local_size(environ: Environ, size: int, problems: list[Problem]) -> i
         problems.append(Problem("no SLURM_TASKS_PER_NODE", "the number of tasks of each node", "srun --ntasks=N …"))
         return size
     try:
-        tasks = slurm_hostlist.parse_task_counts(environ[name])
+        tasks = parse_task_counts(environ[name])
         node = int(environ.get("SLURM_NODEID", "0"))
         if sum(tasks) == size:
             return tasks[node]

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.environment import slurm_hostlist
+from fourfold.environment import launchers
 from fourfold.environment.launchers import KUBERNETES, TORCHRUN, RankInfo
 from fourfold.environment.processes import ProcessId, has_variable, parent_pid, process_id
 from fourfold.words.errors import LaunchError, Problem
@@ -91,7 +91,7 @@ def find_rendezvous(
         raise _missing_address_error(rank_info)
     nodes = environ[variable]
     try:
-        return TCPRendezvous(next(slurm_hostlist.expand_nodelist(nodes)), master_port(environ))
+        return TCPRendezvous(next(launchers.expand_nodelist(nodes)), master_port(environ))
     except ValueError:
         problem = Problem(f"{variable} = {nodes}", "a node list such as n[01-04]", _suggestion(rank_info))
         raise LaunchError(problem, where="the environment (Slurm)") from None

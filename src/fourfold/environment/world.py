@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.environment import cgroup, launchers
+from fourfold.environment import host_limits, launchers
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> World | None:
 def num_cores() -> int:
     """Processors this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup.cpu_quota()
+    quota = host_limits.cpu_quota()
     return max(1, allowed if quota is None else min(allowed, int(quota)))

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-from fourfold.environment.host_memory import total_bytes
+from fourfold.environment.host_limits import total_bytes
 from fourfold.environment.world import from_environment
 from fourfold.words.units import format_bytes
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.host_limits import available_bytes
 from fourfold.feed.data_input import open_input
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.source import CollatedSource

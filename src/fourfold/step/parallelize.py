@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.environment.host_memory import available_bytes
+from fourfold.environment.host_limits import available_bytes
 from fourfold.environment.world import num_cores
 from fourfold.parts.comm import init, transports
 from fourfold.parts.comm.communicator import Communicator

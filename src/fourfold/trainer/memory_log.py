@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fourfold.environment.host_memory import resident_bytes
+from fourfold.environment.host_limits import resident_bytes
 from fourfold.parts.memory import memory_use
 from fourfold.parts.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower

@@ -16,7 +16,7 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.initial_weights import initial_model_of_files
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.store import Retention
-from fourfold.environment.host_memory import available_bytes, resident_bytes
+from fourfold.environment.host_limits import available_bytes, resident_bytes
 from fourfold.environment.world import World
 from fourfold.feed.data_input import DataInput, TaskInputs, open_data
 from fourfold.feed.feed import Feed

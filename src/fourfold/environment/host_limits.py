@@ -1,10 +1,12 @@
-"""Host memory: how many bytes this process could still allocate.
+"""Host limits: how many bytes this process could still allocate, and the CPU quota of its container.
 
 available  what the kernel can give without swapping others out, plus free swap, within the limits of the cgroup
-cgroup     version 2 (memory.max, memory.swap.max) or 1 (memory.limit_in_bytes, memory.memsw.limit_in_bytes)
-limit      of a cgroup: it holds for every process of the group and of the groups below it
+group      a folder of /sys/fs/cgroup; a limit on a group holds for every process of it and of the groups below it
+cgroup     version 2 (cpu.max, memory.max, memory.swap.max), one tree of groups; or version 1 (cpu.cfs_quota_us and
+           cpu.cfs_period_us, memory.limit_in_bytes, memory.memsw.limit_in_bytes), one tree of groups per controller
 headroom   a limit, less its use, plus what it gives back on demand
-Law: an unknown amount is None, never a guess; an unknown limit does not lower the answer.
+Law: the smallest limit among this process's group and the groups above it counts. An unknown amount is None, never a
+guess; an unknown limit does not lower the answer.
 """
 
 import contextlib
@@ -13,7 +15,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fourfold.environment.cgroup import CGROUP_ROOT, PROC_CGROUP, cgroup_dirs
+# ---- cgroups, and their CPU quota ------------------------------------------------------------------------------------
+
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROC_CGROUP = Path("/proc/self/cgroup")
+
+
+def _cgroup_dirs(controller: str, *, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> list[Path]:
+    """The groups whose limits hold for this process: its own first, then those above it.
+
+    In a container the path in /proc may be the host's, and the container sees only the root: the root is always listed.
+    """
+    dirs: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in proc_cgroup.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if not names or controller in names.split(","):
+                top = root / controller if names else root
+                group = top / path.strip("/")
+                dirs += [group, *(above for above in group.parents if above.is_relative_to(top))]
+    return list(dict.fromkeys([*dirs, root, root / controller]))
+
+
+def cpu_quota(*, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> float | None:
+    """How many processors' time this process may use; None if there is no limit."""
+    quotas = (_quota_in(folder) for folder in _cgroup_dirs("cpu", root=root, proc_cgroup=proc_cgroup))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_in(folder: Path) -> float | None:
+    for read in (_read_v2, _read_v1):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = read(folder)
+            if quota > 0 and period > 0:
+                return quota / period
+    return None
+
+
+def _read_v2(folder: Path) -> tuple[int, int]:
+    quota, period = (folder / "cpu.max").read_text().split()
+    return int(quota), int(period)
+
+
+def _read_v1(folder: Path) -> tuple[int, int]:
+    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
 
 MEMINFO = Path("/proc/meminfo")
 PROCESS_STATUS = Path("/proc/self/status")
@@ -93,7 +143,7 @@ def _meminfo(name: str) -> int | None:
 
 def _memory_limits() -> Iterator[MemoryLimit]:
     """Every memory limit that holds for this process: of its own group and of those above it."""
-    for folder in cgroup_dirs("memory", root=CGROUP_ROOT, proc_cgroup=PROC_CGROUP):
+    for folder in _cgroup_dirs("memory", root=CGROUP_ROOT, proc_cgroup=PROC_CGROUP):
         for limit_file, (use_file, reclaimable) in CGROUP_FILES.items():
             limit, use = _read_int(folder / limit_file), _read_int(folder / use_file)
             if limit is not None and use is not None and limit < UNLIMITED_BYTES:
