@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.feed.formats import crc32c as own
+from fourfold.feed.formats import tfrecord as own
 
 VECTORS = [
     (bytes(32), 0x8A9136AA),

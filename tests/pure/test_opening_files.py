@@ -25,7 +25,7 @@ from PIL import Image
 from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
-from fourfold.feed.formats.mds_values import parse_encoding
+from fourfold.feed.formats.mds import parse_encoding
 from fourfold.words.errors import DamagedSample, DataError
 
 MDS = Path(__file__).parents[1] / "format_files" / "mds"

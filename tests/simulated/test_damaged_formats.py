@@ -35,9 +35,8 @@ import fourfold as ff
 from fourfold.feed import unpacked
 from fourfold.feed.files import lines
 from fourfold.feed.formats import arrow, hdf5, tfrecord
-from fourfold.feed.formats.crc32c import masked_crc32c
 from fourfold.feed.formats.positioned import PositionedFiles
-from fourfold.feed.formats.protobuf import parse_example
+from fourfold.feed.formats.tfrecord import masked_crc32c, parse_example
 from fourfold.feed.pack import layout
 from fourfold.feed.readable import fetch_readable
 from fourfold.words.errors import DamagedSample, DataError

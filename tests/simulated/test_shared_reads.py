@@ -22,10 +22,9 @@ from fourfold.environment.world import World
 from fourfold.feed.data_input import open_input
 from fourfold.feed.evaluation_batches import EvaluationBatches
 from fourfold.feed.feed import Feed
-from fourfold.feed.sharing import tree
-from fourfold.feed.sharing.channel import MAX_AHEAD, Peers, ReaderEnd, SharerEnd
+from fourfold.feed.sharing import shared_reads
+from fourfold.feed.sharing.channel import MAX_AHEAD, MAX_FREE, Peers, ReaderEnd, SharerEnd, SlotViews, SlotWriter
 from fourfold.feed.sharing.shared_reads import ADDRESS_BYTES, Form, Key, Loop, ReaderReads, SharerReads
-from fourfold.feed.sharing.slots import MAX_FREE, SlotViews, SlotWriter
 from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator, _RankProcess
 from fourfold.testing import threads
@@ -442,5 +441,7 @@ def containers(part):
 
 @given(st.recursive(VALUES, containers, max_leaves=8))
 def test_a_batch_is_what_its_tree_makes(batch):
-    laid_out = tree.lay_out(batch)
-    assert repr(tree.build(laid_out.tree, laid_out.places, torch.empty(0, dtype=torch.uint8))) == repr(batch)
+    laid_out = shared_reads.lay_out(batch)
+    assert repr(shared_reads.build_tree(laid_out.tree, laid_out.places, torch.empty(0, dtype=torch.uint8))) == repr(
+        batch
+    )

@@ -23,11 +23,9 @@ import pytest
 import torch
 
 from fourfold.feed.feed import Feed
-from fourfold.feed.rows import sql_databases
-from fourfold.feed.rows.row_index import open_index, row_digest
-from fourfold.feed.rows.source import RowSource
-from fourfold.feed.rows.sql import sql
-from fourfold.feed.rows.sql_databases import open_database
+from fourfold.feed.rows import sql as sql_module
+from fourfold.feed.rows.source import RowSource, open_index, row_digest
+from fourfold.feed.rows.sql import open_database, sql
 from fourfold.feed.staging.origin import Backoff
 from fourfold.words.errors import DamagedSample, DataError
 
@@ -388,7 +386,7 @@ def released_by_retry(release: Callable[[], object]) -> Iterator[list[str]]:
 
 
 def test_a_file_of_sqlite_that_is_locked_is_waited_for_when_it_is_opened_and_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(sql_databases, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(sql_module, "TIMEOUT_SECONDS", 0.01)
     path = tmp_path / "rows.db"
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL)")
@@ -416,7 +414,7 @@ def test_a_file_of_sqlite_that_was_moved_is_waited_for_until_it_returns(tmp_path
 
 def test_passwords_are_neither_shown_nor_stored(monkeypatch):
     pytest.importorskip("psycopg")
-    monkeypatch.setattr(sql_databases, "OPENING", Backoff(give_up=0.0))
+    monkeypatch.setattr(sql_module, "OPENING", Backoff(give_up=0.0))
     url = "postgresql://me:secret@127.0.0.1:1/name?password=secret"
     with pytest.raises(DataError) as found:
         sql(url, "SELECT 1", key="id")

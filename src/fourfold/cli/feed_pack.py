@@ -14,7 +14,7 @@ from typing import Any
 
 from fourfold.cli.feed_bench import parse_size
 from fourfold.cli.output import print_text
-from fourfold.feed.pack.manifest_file import read_manifest
+from fourfold.feed.pack.layout import read_manifest
 from fourfold.words.errors import DataError, Problem, SettingError, closest_match
 from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_count

@@ -1,22 +1,315 @@
-"""Parquet and Arrow: the rows of tables.
+"""Parquet and Arrow: the rows of tables; also of data sets that Hugging Face's `datasets` has saved as folders of them.
 
-part    what is read of a file at once: a row group of Parquet, a record batch of Arrow
+part     what is read of a file at once: a row group of Parquet, a record batch of Arrow
+column   numbers and booleans, text, bytes, lists of these, structs; a Hugging Face Image is an encoded image
+message  a head, which is a table of flatbuffers, and a body; a file says in its footer where they are
+buffer   a part of a body; of a compressed batch its first 8 bytes say how long it is when it is unpacked, or -1: as is
 Law: a part is read when a row of it is needed; few of them are held. The wanted columns have one type in all files,
-and the order of the first. A stream has no index, so its batches are held: they point into its mapped file, and
-a compressed one that does not fit is refused.
+and the order of the first; each value has the dtype of its column. A null is no value: its record is damaged. Columns
+of other types are refused when opened, all at once. A stream has no index, so its batches are held: they point into its
+mapped file, and a compressed one that does not fit is refused: how much memory a batch takes is known by its head, and
+pyarrow unpacks no more of a buffer than its first 8 bytes say. A row has a bit at least. A folder's files are those
+that its `state.json` names, in its order, and they are in the folder; `datasets` is not needed.
+
+Source: Apache Arrow, format/Message.fbs and format/File.fbs; flatbuffers' "internals"; datasets 5.2.0,
+Dataset.save_to_disk, which writes rows in their order, without an index of rows.
 """
 
 import bisect
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from fourfold.feed.formats.arrow_messages import file_batches, stream_batches
+import numpy as np
+
 from fourfold.feed.formats.positioned import file_size
-from fourfold.feed.formats.tables import choose_columns, image_columns, pyarrow, rows_of, type_text
+from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, check_fits, share_bytes
+from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
+
+# ---- folders of Hugging Face -----------------------------------------------------------------------------------------
+
+
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+MAX_STATE_BYTES = 2**26
+
+
+def saved_files(folder: Path) -> list[str]:
+    """The Arrow files of a saved data set. Raises DataError for a state that is damaged, or names other files."""
+    names: list[Any] = [each.get("filename") for each in _entries(folder / STATE_FILE)]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            problem = Problem(f"a file named {str(name)[:100]!r}", "a file of the folder")
+            raise DataError(problem, where=str(folder / STATE_FILE))
+    return [str(folder / name) for name in names]
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    size = file_size(str(path))
+    if size > MAX_STATE_BYTES:
+        raise DataError(Problem(f"{path} of {size} bytes", f"at most {MAX_STATE_BYTES}"), where=str(path))
+    try:
+        entries = json.loads(path.read_bytes())["_data_files"]
+        if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
+            raise ValueError("no list of files")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{path}: {type(error).__name__}: {str(error)[:200]}"
+        raise DataError(Problem(got, "the state of a data set that `datasets` has saved"), where=str(path)) from error
+    return entries
+
+
+# ---- columns of tables -----------------------------------------------------------------------------------------------
+
+
+FILE_FIELDS = {"bytes", "path"}
+
+
+def pyarrow() -> Any:
+    """The library with its parts. Raises DataError if it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        problem = Problem(
+            "Parquet or Arrow, and no pyarrow", "pyarrow, which reads them", "pip install 'fourfold[arrow]'"
+        )
+        raise DataError(problem) from None
+    return pyarrow
+
+
+def choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> list[str]:
+    """The names of the wanted columns. Raises DataError for those that are missing, or of types that cannot be read."""
+    problems = argument_checks.unknown_name_problems("column", wanted or (), schema.names)
+    names = [name for name in schema.names if wanted is None or name in wanted]
+    if len(set(schema.names)) < len(schema.names):
+        problems.append(Problem(f"columns {', '.join(schema.names)}", "a different name for each"))
+    else:
+        for name in names:
+            if not _is_readable(schema.field(name).type):
+                got = f"column {name!r} of {schema.field(name).type}"
+                need = "numbers, text, bytes, or lists or structs of them"
+                problems.append(Problem(got, need, "columns= without it"))
+    if problems:
+        raise DataError(problems, where=where)
+    return names
+
+
+def _is_readable(kind: Any) -> bool:
+    types = pyarrow().types
+    if types.is_dictionary(kind) and types.is_nested(kind.value_type):
+        return False
+    if _is_list(kind := _plain(kind)):
+        return _is_readable(kind.value_type)
+    if types.is_struct(kind):
+        fields = [kind.field(number).type for number in range(kind.num_fields)]
+        return bool(fields) and all(map(_is_readable, fields))
+    if types.is_decimal(kind) or types.is_temporal(kind):
+        return False
+    return (
+        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or _is_text(kind) or _is_bytes(kind)
+    )
+
+
+def type_text(kind: Any) -> str:
+    """What a type is to a sample: the same text for types that differ in how they are stored, or may be null."""
+    if _is_list(kind := _plain(kind)):
+        return f"list<{type_text(kind.value_type)}>"
+    if pyarrow().types.is_struct(kind):
+        fields = (kind.field(number) for number in range(kind.num_fields))
+        return f"struct<{', '.join(f'{field.name} {type_text(field.type)}' for field in fields)}>"
+    return "string" if _is_text(kind) else "binary" if _is_bytes(kind) else str(kind)
+
+
+def _plain(kind: Any) -> Any:
+    """The type of what a dictionary or an extension such as Array2D stores."""
+    types = pyarrow().types
+    while types.is_dictionary(kind) or hasattr(kind, "storage_type"):
+        kind = kind.value_type if types.is_dictionary(kind) else kind.storage_type
+    return kind
+
+
+def _is_list(kind: Any) -> bool:
+    types = pyarrow().types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    return pyarrow().types.is_string(kind) or pyarrow().types.is_large_string(kind)
+
+
+def _is_bytes(kind: Any) -> bool:
+    types = pyarrow().types
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def image_columns(schema: Any) -> frozenset[str]:
+    """The columns that Hugging Face's `datasets` has written as images."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        return frozenset(name for name, each in features.items() if each.get("_type") == "Image")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return frozenset()  # somebody else's metadata
+
+
+def rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    """The rows of a table. Raises ValueError for nulls and damaged text."""
+    columns = {}
+    for name in table.column_names:
+        values = column_values(table.column(name).combine_chunks(), name)
+        if name in images:  # as the metadata say, which may lie
+            values = [EncodedImage(value) if isinstance(value, bytes) else value for value in values]
+        columns[name] = values
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def column_values(column: Any, name: str) -> list[Any]:
+    """The values of a pyarrow array: arrays of no dim for numbers, arrays for lists of them."""
+    types, column = pyarrow().types, _decoded(column)
+    if column.null_count:
+        raise ValueError(f"{name} is null")
+    if types.is_struct(column.type):
+        fields = {field.name: column.field(number) for number, field in enumerate(column.type)}
+        if set(fields) == FILE_FIELDS:
+            # An image or a sound of `datasets`. Its path, which may be a URL, is not read: only what is in the table.
+            return column_values(fields["bytes"], f"{name}.bytes")
+        values = {each: column_values(part, f"{name}.{each}") for each, part in fields.items()}
+        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    if _is_list(column.type):
+        return [_list_value(column[row].values, name) for row in range(len(column))]
+    if _is_text(column.type) or _is_bytes(column.type):
+        return column.to_pylist()
+    return list(map(np.asarray, column.to_numpy(zero_copy_only=False)))
+
+
+def _decoded(column: Any) -> Any:
+    """What a column of a dictionary or an extension stores, as one array."""
+    library = pyarrow()
+    column = column.combine_chunks() if isinstance(column, library.ChunkedArray) else column
+    while library.types.is_dictionary(column.type) or hasattr(column.type, "storage_type"):
+        if library.types.is_dictionary(column.type):
+            if not library.types.is_primitive(column.type.value_type):  # one long value may stand in every place
+                sizes = library.compute.binary_length(column.dictionary).take(column.indices)
+                check_fits(library.compute.sum(sizes).as_py() or 0, "the values of a dictionary")
+            column = column.dictionary_decode()
+        else:
+            column = column.storage
+    return column
+
+
+def _list_value(values: Any, name: str) -> Any:
+    """A list of numbers as an array, of several dims if its lists are regular; other lists as lists."""
+    values = _decoded(values)
+    if values.null_count:
+        raise ValueError(f"{name} holds a null")
+    if _is_list(values.type):
+        parts = [_list_value(values[row].values, name) for row in range(len(values))]
+        if parts and all(isinstance(part, np.ndarray) and part.shape == parts[0].shape for part in parts):
+            return np.stack(parts)
+        return parts
+    if pyarrow().types.is_struct(values.type) or _is_text(values.type) or _is_bytes(values.type):
+        return column_values(values, name)
+    return np.array(values.to_numpy(zero_copy_only=False))
+
+
+# ---- heads of messages -----------------------------------------------------------------------------------------------
+
+
+TRAILER = 10  # the last bytes of a file: the length of its footer, and ARROW1
+BLOCK, STRUCT = 24, 16  # bytes of a Block; of a Buffer and of a FieldNode
+LAST_EXPERIMENTAL = 3  # version of messages of Arrow 0.17, which says in its metadata that a batch is compressed
+
+
+class Batch(NamedTuple):
+    """A batch of rows, or a dictionary of values. `num_bytes`: in memory, outside of the mapped file."""
+
+    is_dictionary: bool
+    num_rows: int
+    num_bytes: int
+
+
+class _Table(NamedTuple):
+    """A table of flatbuffers, which pyarrow has verified; a field that is missing is 0."""
+
+    content: memoryview
+    at: int
+
+    def place(self, field: int) -> int:
+        vtable, slot = self.at - _number(self.content, self.at, 4), 4 + 2 * field
+        offset = _number(self.content, vtable + slot, 2) if slot < _number(self.content, vtable, 2) else 0
+        return offset and self.at + offset
+
+    def number(self, field: int, size: int) -> int:
+        place = self.place(field)
+        return place and _number(self.content, place, size)
+
+    def table(self, field: int) -> "_Table":
+        place = self.place(field)
+        return _Table(self.content, place + _number(self.content, place, 4))
+
+    def structs(self, field: int, size: int) -> list[int]:
+        """Where the structs of a vector begin."""
+        if not (place := self.place(field)):
+            return []
+        start = place + _number(self.content, place, 4)
+        return [start + 4 + size * index for index in range(_number(self.content, start, 4))]
+
+
+def _number(content: memoryview, at: int, size: int) -> int:
+    return int.from_bytes(content[at : at + size], "little", signed=True)
+
+
+def _root(content: memoryview) -> _Table:
+    return _Table(content, _number(content, 0, 4))
+
+
+def stream_batches(mapped: Any) -> Iterator[Batch]:
+    """The batches of a stream. Raises ValueError or pyarrow's errors if it is damaged."""
+    for message in pyarrow().ipc.MessageReader.open_stream(mapped):
+        if message.type != "schema":
+            yield _batch(message)
+
+
+def file_batches(mapped: Any) -> Iterator[Batch]:
+    """The batches of a file whose footer pyarrow has read. Raises ValueError or pyarrow's errors if it is damaged."""
+    content = memoryview(mapped)
+    length = _number(content, len(content) - TRAILER, 4)
+    footer = _root(content[len(content) - TRAILER - length : -TRAILER])
+    for field in (2, 3):  # dictionaries, batches
+        for block in footer.structs(field, BLOCK):
+            start = _number(footer.content, block, 8)
+            length = _number(footer.content, block + 8, 4) + _number(footer.content, block + 16, 8)
+            if not 0 <= start <= start + length <= len(content):
+                raise ValueError(f"a batch of bytes {start} to {start + length} in a file of {len(content)}")
+            yield _batch(pyarrow().ipc.read_message(mapped.slice(start, length)))
+
+
+def _batch(message: Any) -> Batch:
+    root, is_dictionary = _root(memoryview(message.metadata)), message.type == "dictionary"
+    if not is_dictionary and message.type != "record batch":
+        raise ValueError(f"a message of type {message.type}")
+    batch = root.table(2).table(1) if is_dictionary else root.table(2)
+    num_rows, body = batch.number(0, 8), memoryview(message.body)
+    is_packed = batch.place(3) or (root.number(0, 2) <= LAST_EXPERIMENTAL and root.place(4))
+    unpacked, mapped = 0, 0
+    for place in batch.structs(2, STRUCT):
+        start, length = _number(batch.content, place, 8), _number(batch.content, place + 8, 8)
+        size = _number(body, start, 8) if is_packed and length and start >= 0 else -1
+        unpacked, mapped = unpacked + max(0, size), mapped + (max(0, length) if size < 0 else 0)
+    if not is_dictionary:
+        lengths = [_number(batch.content, place, 8) for place in batch.structs(1, STRUCT)[:1]]  # of the first column
+        if not 0 <= num_rows <= 8 * (unpacked + mapped) or lengths not in ([], [num_rows]):
+            raise ValueError(f"a batch of {num_rows} rows, of columns with {unpacked + mapped} bytes")
+    return Batch(is_dictionary, num_rows, unpacked)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
 
 MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that are not one value
 MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fourfold.feed.files.listing import KIND_OF_SUFFIX, Listing
 from fourfold.feed.files.open import OPENERS as PLAIN_OPENERS
 from fourfold.feed.files.open import open_files
-from fourfold.feed.formats import hugging_face, mds, megatron
+from fourfold.feed.formats import arrow, mds, megatron
 from fourfold.feed.formats.array_shards import ArrayShards
 from fourfold.feed.formats.arrow import TableRows
 from fourfold.feed.formats.data_files import KNOWN, find_files, is_marker
@@ -128,9 +128,9 @@ def _open_folder(folder: Path, options: Options) -> Any:
         return Pack(folder, images=options.images)
     if (folder / mds.INDEX_FILE).is_file():
         return _source(mds.MDS(folder, options.fields), options, "MDS")
-    if (folder / hugging_face.STATE_FILE).is_file():
-        return _source(TableRows(str(folder), hugging_face.saved_files(folder), options.fields), options, "a data set")
-    for index in (mds.INDEX_FILE, hugging_face.STATE_FILE, MANIFEST_FILE):
+    if (folder / arrow.STATE_FILE).is_file():
+        return _source(TableRows(str(folder), arrow.saved_files(folder), options.fields), options, "a data set")
+    for index in (mds.INDEX_FILE, arrow.STATE_FILE, MANIFEST_FILE):
         _refuse_splits(str(folder), {path.parent.name for path in folder.glob(f"*/{index}")})
     paths = _files_below(folder)
     if not paths:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from fourfold.feed.files.arrays import ArrayRows
-from fourfold.feed.formats.plain_values import stackable
+from fourfold.feed.formats.source import stackable
 from fourfold.feed.pack.schema import PAIR
 from fourfold.words.errors import DamagedSample
 

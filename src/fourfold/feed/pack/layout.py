@@ -1,4 +1,4 @@
-"""Layout: the files of a pack, and what its manifest and index say. No I/O, no torch.
+"""Layout: the files of a pack, and what its manifest and index say. No torch: that a pack is not there is said at once.
 
 shard     `shard-00000.data`: records, each at a multiple of `alignment`; zeros between them
 entry     a row of the file `index`: offset and stored length of a record in its shard, and its xxh3_64
@@ -11,6 +11,7 @@ no file; names follow from numbers.
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,8 @@ import numpy as np
 import xxhash
 
 from fourfold.feed.pack.schema import MAX_RECORD_BYTES, Schema, schema_problems
-from fourfold.words.errors import DataError, Problem
+from fourfold.plan.decode import DecodeError, read_bounded
+from fourfold.words.errors import DataError, Problem, os_error_text
 
 VERSION = 1
 MANIFEST_FILE, INDEX_FILE = "manifest.json", "index"
@@ -128,3 +130,21 @@ def entry_problems(entries: np.ndarray, sizes: np.ndarray, manifest: Manifest) -
             wrong |= lengths != np.uint64(record_bytes)
         wrong |= lengths > np.uint64(manifest.max_record_bytes)
     return wrong
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a pack. Raises DataError if there is none, or it is damaged."""
+    file = path / MANIFEST_FILE
+    try:
+        content = read_bounded(file, max_bytes=MAX_MANIFEST_BYTES)
+    except DecodeError as error:
+        problem = Problem(f"{file}: {error}", "the manifest of a pack", "the pack from its origin, or packed again")
+        raise DataError(problem, where=str(path)) from error
+    except OSError as error:
+        packing = path.with_name(path.name + ".part")
+        if not path.exists() and packing.is_dir():
+            got, attempt = f"{path} is being packed, or its packing was cut off", "fourfold feed pack again, to go on"
+        else:
+            got, attempt = f"{file}: {os_error_text(error)}", "fourfold feed pack SOURCE DEST, which makes a pack"
+        raise DataError(Problem(got, "a pack that is whole", attempt), where="the pack") from error
+    return decode_manifest(content, str(file))

@@ -2,33 +2,212 @@
 
 fixed    a pack whose records all have one length, not compressed: they are read into the rows of a batch
 stretch  consecutive samples of a batch, which one thread reads
-Law: `pack.fetch(indices)` equals the stack of `pack[i]`, which are the samples that were packed; or it raises.
+lent     a buffer that some tensor of a batch still uses
+origin   a folder or a URL where a pack may be; the manifest is read from it when the pack is opened, the index is
+         copied whole, and shards are read through copies on the node's own disk
+cache    a folder of this node; each pack has one of its own in it, named by the digest of its manifest
+Law: `pack.fetch(indices)` equals the stack of `pack[i]`, which are the samples that were packed; or it raises. What is
+read equals what a local pack gives, wherever each shard is at the moment: one without a copy, because its turn has not
+come or the disk is full, is read from the origin. A buffer is lent to one batch at a time: it comes back when no
+tensor, view or array of the batch is left.
 
 B batch
 """
 
+import logging
+import mmap
 import os
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.expected import Expected
-from fourfold.feed.pack.buffers import BufferPool, PinnedBuffers
+from fourfold.feed.pack import layout
 from fourfold.feed.pack.files import LocalPlace, PackFiles, PackPlace, Record
 from fourfold.feed.pack.layout import Manifest
 from fourfold.feed.pack.schema import Schema, build
-from fourfold.feed.pack.staged import StagedPlace
 from fourfold.feed.pack.values import DTYPES, decode
 from fourfold.feed.pack.zstd import Codec
 from fourfold.feed.source import empty_like
-from fourfold.feed.staging.origin import open_origin, without_password
+from fourfold.feed.staging.origin import Origin, open_origin, without_password
+from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache, StagedFile
+from fourfold.feed.staging.stager import Stager
 from fourfold.words.argument_checks import format_argument, int_problems
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
+
+# ---- memory of batches -----------------------------------------------------------------------------------------------
+
+
+HUGE_PAGE = 2**21
+MAX_FREE = 8  # of one size; a feed holds a few batches at a time
+
+
+class BufferPool:
+    """Buffers by size. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[mmap.mmap]] = {}
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """A tensor of memory with any content: uint8 [num_bytes]. The memory is lent until all views of it are gone."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        size = _rounded(num_bytes)
+        free = self._free.setdefault(size, deque(maxlen=MAX_FREE))
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = _new(size)
+        # Views of a tensor keep this array, not the map: when it goes, so has the last of them.
+        array = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(array, free.append, memory).atexit = False
+        return torch.from_numpy(array)[:num_bytes]
+
+
+class PinnedBuffers:
+    """Buffers in pinned memory, from which copies to a GPU overlap with its work. torch keeps them for further use."""
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """A tensor of pinned memory with any content: uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _rounded(num_bytes: int) -> int:
+    """A size that batches of about this size share: an eighth more at most."""
+    step = max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 4))
+    return -(-num_bytes // step) * step
+
+
+def _new(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+# ---- a pack at an origin ---------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger("fourfold")
+
+
+class CopiedShard:
+    """A shard of which this node has a copy. It is not evicted while something refers to this."""
+
+    def __init__(self, number: int, copy: StagedFile) -> None:
+        self.number, self._copy = number, copy
+
+    def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self._copy.descriptor, parts, offset)
+
+    def __del__(self) -> None:
+        self._copy.close()
+
+
+class OriginShard:
+    """A shard without a copy."""
+
+    def __init__(self, number: int, origin: Origin) -> None:
+        self.number, self._origin = number, origin
+
+    def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
+        length = sum(map(len, parts))
+        content = memoryview(self._origin.read(layout.shard_name(self.number), offset, offset + length))
+        start = 0
+        for part in parts:
+            part[:] = content[start : start + len(part)]
+            start += len(part)
+        return length
+
+
+class StagedBatches:
+    """Batches of which the shards are copied."""
+
+    def __init__(self, place: "StagedPlace", stager: Stager) -> None:
+        self._place, self._stager = place, stager
+
+    def advance(self) -> None:
+        self._stager.advance()
+
+    def close(self) -> None:
+        self._place.end(self._stager)
+
+
+class StagedPlace:
+    """The files of a pack at an origin."""
+
+    def __init__(self, origin: Origin, cache: str | os.PathLike[str], cache_bytes: int) -> None:
+        """Raises DataError if there is no pack, or the cache cannot be written."""
+        self._origin, self.name = origin, origin.url
+        content = origin.read_up_to(layout.MANIFEST_FILE, layout.MAX_MANIFEST_BYTES)
+        self.manifest = layout.decode_manifest(content, f"{self.name}/{layout.MANIFEST_FILE}")
+        self._shards = [
+            Shard(layout.shard_name(number), info.num_bytes, info.digest)
+            for number, info in enumerate(self.manifest.shards)
+        ]
+        self._cache = ShardCache(Path(cache) / xxhash.xxh3_128_hexdigest(content), cache_bytes)
+        self._stagers: tuple[Stager, ...] = ()
+        """One for each loop over a feed, replaced as a whole: other threads read it."""
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self.index = self._open_index()
+
+    def open(self, shard: int) -> CopiedShard | OriginShard:
+        """The shard's copy, or the shard at the origin. Waits for a copy that is being made."""
+        if self._process == os.getpid():  # the stager's threads do not survive a fork
+            for stager in self._stagers:
+                # Opened again: what a stager holds may be closed while it is read.
+                if (held := stager.open(shard)) is not None:
+                    return CopiedShard(shard, held)
+        copy = self._cache.open(self._shards[shard])
+        return OriginShard(shard, self._origin) if copy is None else CopiedShard(shard, copy)
+
+    def expect(self, batches: Iterable[Sequence[int]]) -> "StagedBatches":
+        """Copy the shards of these batches, ahead of them."""
+        stager = Stager(self._origin, self._shards, self._cache)
+        with self._lock:
+            self._stagers += (stager,)
+        stager.expect(batches)
+        return StagedBatches(self, stager)
+
+    def end(self, stager: Stager) -> None:
+        """Give up the copies that a stager holds."""
+        with self._lock:
+            self._stagers = tuple(each for each in self._stagers if each is not stager)
+        stager.close()
+
+    def _open_index(self) -> np.ndarray:
+        """The index, mapped from its copy; in memory if there is no room for one."""
+        shard = Shard(layout.INDEX_FILE, self.manifest.num_records * layout.ENTRY.itemsize, self.manifest.index_digest)
+        try:
+            self._index_copy = self._cache.copy(shard, self._origin.read)  # open as long as the pack
+        except NoRoomError:
+            log.warning(f"{self._cache.folder} has no room for the index of {self.name}: it is kept in memory")
+            return np.frombuffer(self._read_whole(shard), dtype=layout.ENTRY)
+        mapped = mmap.mmap(self._index_copy.descriptor, shard.num_bytes, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype=layout.ENTRY)
+
+    def _read_whole(self, shard: Shard) -> bytes:
+        starts = range(0, shard.num_bytes, CHUNK_BYTES)
+        stops = (min(start + CHUNK_BYTES, shard.num_bytes) for start in starts)
+        content = b"".join(self._origin.read(shard.name, *span) for span in zip(starts, stops, strict=True))
+        if (found := xxhash.xxh3_128_hexdigest(content)) != shard.digest:
+            problem = Problem(f"{shard.name} with digest {found}", f"{shard.digest}, as its manifest says")
+            raise DataError(problem, where=self.name)
+        return content
+
+
+# ---- the source ------------------------------------------------------------------------------------------------------
+
 
 DEFAULT_THREADS = 4
 ATTEMPT = 'cache="/local/disk/cache", cache_bytes=100_000_000_000'

@@ -1,32 +1,253 @@
 """Writer: a source becomes a pack.
 
 probe      the samples that are read first: they tell schema, alignment, and how many samples a shard has
+plan       what was decided when a packing began, so that a later run of it goes on in the same way
+numbered   a source with `len(source)` and `source[i]`: shards are known ahead, and written in parallel
 packing    the folder `DEST.part` until the pack is whole; then it is renamed to DEST
 Law: DEST is a whole pack or does not exist. A packing that is killed at any point goes on where it was, and ends with
-the same bytes.
+the same bytes: shards that are finished are not written, nor their samples read, again. Two runs of a packing have the
+same plan, or the second is refused.
 """
 
 import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
 from fourfold.environment.atomic_file import fsync_path, write_atomically
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.packing import Numbered, Progress, named_errors, pack_numbered, pack_stream, read_sample
-from fourfold.feed.pack.plan_file import PackingPlan, agree, fingerprint_of
 from fourfold.feed.pack.schema import Schema, merge, with_variable
-from fourfold.feed.pack.shard_writer import WrittenShard
+from fourfold.feed.pack.shard_writer import ShardWriter, WrittenShard, read_note
 from fourfold.feed.pack.values import Encoder, schema_of
-from fourfold.feed.pack.zstd import Compression
-from fourfold.words.errors import DataError, Problem, os_error_text
+from fourfold.feed.pack.zstd import Codec, Compression
+from fourfold.words.error_notes import error_line
+from fourfold.words.errors import DataError, FourfoldError, Problem, os_error_text
 from fourfold.words.noop import noop
+
+# ---- the plan of a packing -------------------------------------------------------------------------------------------
+
+
+PLAN_FILE = "packing.json"
+
+
+class PackingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a source is packed.
+
+    num_samples        None: not known before the source has ended
+    samples_per_shard  of all shards but the last; None: a shard ends when it has shard_bytes
+    """
+
+    schema: Schema
+    alignment: int
+    compression: Compression
+    shard_bytes: int
+    num_samples: int | None
+    samples_per_shard: int | None
+    source: str
+    fingerprint: str
+
+    @property
+    def num_shards(self) -> int:
+        """With samples_per_shard."""
+        assert self.num_samples is not None
+        assert self.samples_per_shard is not None
+        return -(-self.num_samples // self.samples_per_shard)
+
+    def samples_of(self, shard: int) -> range:
+        assert self.num_samples is not None
+        assert self.samples_per_shard is not None
+        start = shard * self.samples_per_shard
+        return range(start, min(start + self.samples_per_shard, self.num_samples))
+
+
+def agree(plan: PackingPlan, folder: Path) -> PackingPlan:
+    """The plan in the folder of the packing, or this one, which is put there. Raises DataError if they differ."""
+    path = folder / PLAN_FILE
+    if not path.exists():
+        write_atomically(path, msgspec.json.encode(plan), durable=True)
+        return plan
+    try:
+        begun = msgspec.json.decode(path.read_bytes(), type=PackingPlan)
+    except msgspec.MsgspecError as error:
+        problem = Problem(f"{path}: {error}", "the plan of a packing", f"rm -r {folder}, to begin again")
+        raise DataError(problem) from None
+    if problems := [Problem(each, attempt=f"rm -r {folder}, to begin again") for each in _differences(begun, plan)]:
+        raise DataError(problems, where=f"{folder}, a packing that was not finished")
+    return begun
+
+
+def _differences(begun: PackingPlan, plan: PackingPlan) -> Iterator[str]:
+    for name in PackingPlan.__struct_fields__:
+        before, now = getattr(begun, name), getattr(plan, name)
+        if before != now and name == "schema":
+            before, now = (", ".join(f"{each.name} {each.describe()}" for each in it.fields) for it in (before, now))
+        if before != now:
+            yield f"{name} = {str(before)[:80]} then, {str(now)[:80]} now"
+
+
+def fingerprint_of(samples: Sequence[Any], schema: Schema, num_samples: int | None) -> str:
+    """A digest of some samples and of how many there are: by it a packing that goes on knows its source again."""
+    digest, encoder = xxhash.xxh3_128(str(num_samples).encode()), Encoder(schema)
+    for number, sample in enumerate(samples):
+        for part in encoder.encode(sample, f"sample {number}"):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+# ---- samples to shards -----------------------------------------------------------------------------------------------
+
+
+Progress = Callable[[int, int], Any]
+
+
+class Numbered(NamedTuple):
+    """A source whose samples can be read in any order; a source's own `pack_sample` reads what is to be stored."""
+
+    source: Any
+
+    def read(self, number: int) -> Any:
+        return getattr(self.source, "pack_sample", self.source.__getitem__)(number)
+
+    def key(self, number: int) -> str:
+        name = getattr(self.source, "sample_key", None)
+        return name(number) if name is not None else f"sample {number}"
+
+
+def read_sample(numbered: Numbered, number: int) -> Any:
+    """What is to be stored of a sample. Raises DataError, with its key, if the source raises."""
+    try:
+        return numbered.read(number)
+    except FourfoldError:
+        raise
+    except Exception as error:
+        raise _unreadable(numbered.key(number), error) from error
+
+
+def named_errors(samples: Iterator[Any], number: int = 0) -> Iterator[Any]:
+    """The samples of an iterable; `number`: of the first. Raises DataError, with the sample, if the iterable raises."""
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        except FourfoldError:
+            raise
+        except Exception as error:
+            raise _unreadable(f"sample {number}", error) from error
+        yield sample
+        number += 1
+
+
+def _unreadable(key: str, error: Exception) -> DataError:
+    problem = Problem(f"{key}: {error_line(error)}", "a sample that can be read")
+    return DataError(problem, where="the source to pack")
+
+
+class _RecordWriter:
+    """Samples to the records of shards."""
+
+    def __init__(self, folder: Path, plan: PackingPlan) -> None:
+        self._folder, self._plan, self._encoder = folder, plan, Encoder(plan.schema)
+        self._codec = Codec() if plan.compression == "zstd" else None
+
+    def open(self, number: int) -> ShardWriter:
+        return ShardWriter(self._folder, number, self._plan.alignment)
+
+    def add(self, writer: ShardWriter, sample: Any, key: str) -> None:
+        parts = self._encoder.encode(sample, key)
+        record_bytes = sum(map(len, parts))
+        if self._codec is not None:
+            parts = [self._codec.compress(b"".join(parts))]
+        writer.add(parts, record_bytes)
+
+
+def pack_numbered(
+    folder: Path, plan: PackingPlan, samples: Numbered, threads: int, progress: Progress
+) -> tuple[list[WrittenShard], int]:
+    records, resumed = _RecordWriter(folder, plan), 0
+    stopped: list[bool] = []
+
+    def write(number: int) -> WrittenShard:
+        writer = records.open(number)
+        try:
+            before = 0
+            for index in plan.samples_of(number):
+                if stopped:
+                    raise InterruptedError(f"shard {number}")
+                records.add(writer, read_sample(samples, index), samples.key(index))
+                progress(1, writer.num_bytes - before)
+                before = writer.num_bytes
+            return writer.commit()
+        finally:
+            writer.close()
+
+    shards: dict[int, WrittenShard] = {}
+    for number in range(plan.num_shards):
+        found = read_note(folder, number)
+        if found is not None and found.info.num_records == len(plan.samples_of(number)):
+            shards[number] = found
+            resumed += found.info.num_records
+            progress(found.info.num_records, found.info.num_bytes)
+    missing = [number for number in range(plan.num_shards) if number not in shards]
+    with ThreadPoolExecutor(max(1, min(threads, len(missing))), thread_name_prefix="fourfold pack") as pool:
+        try:
+            shards |= zip(missing, pool.map(write, missing), strict=True)
+        except BaseException:
+            stopped.append(True)
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [shards[number] for number in range(plan.num_shards)], resumed
+
+
+def pack_stream(
+    folder: Path, plan: PackingPlan, samples: Iterator[Any], progress: Progress
+) -> tuple[list[WrittenShard], int]:
+    shards: list[WrittenShard] = []
+    while (found := read_note(folder, len(shards))) is not None:
+        shards.append(found)
+        progress(found.info.num_records, found.info.num_bytes)
+    resumed = sum(shard.info.num_records for shard in shards)
+    number, records = resumed, _RecordWriter(folder, plan)
+    rest = iter(_skipped(samples, resumed))
+    while (sample := next(rest, _END)) is not _END:
+        writer = records.open(len(shards))
+        try:
+            while sample is not _END:
+                before = writer.num_bytes
+                records.add(writer, sample, f"sample {number}")
+                progress(1, writer.num_bytes - before)
+                number += 1
+                if writer.num_bytes >= plan.shard_bytes:
+                    break
+                sample = next(rest, _END)
+            shards.append(writer.commit())
+        finally:
+            writer.close()
+    return shards, resumed
+
+
+_END = object()
+
+
+def _skipped(samples: Iterator[Any], count: int) -> Iterator[Any]:
+    """The samples after the first `count`. Raises DataError if there are fewer."""
+    skipped = sum(1 for _ in itertools.islice(samples, count))
+    if skipped < count:
+        need = f"the {count} that have been packed already, and the rest"
+        raise DataError(Problem(f"{skipped} samples", need), where="the source to pack")
+    return samples
+
+
+# ---- the pack --------------------------------------------------------------------------------------------------------
+
 
 PACKING_SUFFIX, LOCK_FILE = ".part", ".lock"
 SHARD_BYTES = 256 * 2**20

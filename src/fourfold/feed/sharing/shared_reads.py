@@ -4,28 +4,190 @@ reader  the lowest of these ranks; it alone reads, transforms and collates
 sharer  each of the others; it gets the batches of the reader, in the same memory
 key     which batch: seed, epoch, and where it begins and ends in the epoch
 by itself   how every rank reads batches that hold what only one process can hold, such as objects of a collate_fn
-Law: every rank gets the batches that it would read by itself, or the same error. A loop takes the batches with its own
-keys, and leaves those that another loop has not taken.
+tree    the dicts, lists and tuples of a batch with its numbers and texts; a tensor stands there as its number
+place   where a tensor lies in the memory of its batch, and in which shape and strides
+Law: every rank gets the batches that it would read by itself, in types, values, shapes and dtypes, or the same error:
+one for people says the same on all of them; of any other they say on which rank it was raised. A loop takes the batches
+with its own keys, and leaves those that another loop has not taken.
 """
 
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from fourfold.feed.sharing import told_errors, tree
-from fourfold.feed.sharing.channel import IsOpen, Notice, Peers, ReaderEnd, SharerEnd
-from fourfold.feed.sharing.slots import ADDRESS_BYTES, SlotViews, SlotWriter
+from fourfold.feed.sharing.channel import (
+    ADDRESS_BYTES,
+    IsOpen,
+    Notice,
+    Peers,
+    ReaderEnd,
+    SharerEnd,
+    SlotViews,
+    SlotWriter,
+)
 from fourfold.parts import memory
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.host_shared_memory import open_host_memory
-from fourfold.words.errors import Problem, TaskError
+from fourfold.words.error_notes import error_line
+from fourfold.words.errors import (
+    CheckpointError,
+    DamagedSample,
+    DataError,
+    FourfoldError,
+    LaunchError,
+    PeerError,
+    Problem,
+    SettingError,
+    TaskError,
+)
+
+# ---- a batch, laid end to end ----------------------------------------------------------------------------------------
+
+
+ALIGNMENT_BYTES = 64
+MAX_INT = 2**63
+
+
+class NotSharable(Exception):
+    """A batch holds what only its own process can hold; the text says what."""
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
+    """`start`: in bytes. A tensor of n elements takes n times its element size, whatever its strides."""
+
+    dtype: str
+    shape: list[int]
+    strides: list[int]
+    start: int
+
+
+class LaidOut(NamedTuple):
+    """`num_bytes`: of all tensors, with the gaps between them."""
+
+    tree: Any
+    places: list[TensorPlace]
+    tensors: list[Tensor]
+    num_bytes: int
+
+
+def lay_out(batch: Any) -> LaidOut:
+    """The skeleton of a batch, and where its tensors are to lie. Raises NotSharable."""
+    tensors: list[Tensor] = []
+    tree = _skeleton(batch, tensors)
+    places, start = [], 0
+    for tensor in tensors:
+        # As a copy of the tensor would lie: dense, its dims in the same order.
+        strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places.append(TensorPlace(dtype, list(tensor.shape), list(strides), start))
+        start += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return LaidOut(tree, places, tensors, start)
+
+
+def tensor_at(place: TensorPlace, content: Tensor) -> Tensor:
+    """The tensor at a place of `content`, uint8 [bytes]."""
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    num_elements = 1
+    for size in place.shape:
+        num_elements *= size
+    if num_elements == 0:
+        return torch.empty_strided(place.shape, place.strides, dtype=dtype)
+    flat = content[place.start : place.start + num_elements * dtype.itemsize].view(dtype)
+    return flat.as_strided(place.shape, place.strides, flat.storage_offset())
+
+
+def build_tree(tree: Any, places: Sequence[TensorPlace], content: Tensor) -> Any:
+    """The batch of a skeleton, its tensors views of `content`."""
+    return _fill(tree, [tensor_at(place, content) for place in places])
+
+
+def _skeleton(value: Any, tensors: list[Tensor]) -> Any:
+    """`[kind, content]`: of a dict [key, part] pairs, of a list or tuple its parts, of a tensor its number."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        _check_tensor(value)
+        tensors.append(value.detach())
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, Mapping) and kind is dict:
+        for key in value:
+            _check_value(key)
+        return ["dict", [[key, _skeleton(part, tensors)] for key, part in value.items()]]
+    if kind is list or kind is tuple:
+        return [kind.__name__, [_skeleton(part, tensors) for part in value]]
+    _check_value(value)
+    return ["value", value]
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if type(tensor) is not Tensor:
+        raise NotSharable(f"a {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise NotSharable(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
+
+
+def _check_value(value: Any) -> None:
+    is_int = type(value) is int and -MAX_INT <= value < MAX_INT
+    if not (value is None or is_int or type(value) in (bool, float, str, bytes)):
+        raise NotSharable(f"a {type(value).__name__}")
+
+
+def _fill(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    kind, content = tree
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _fill(part, tensors) for key, part in content}
+    if kind == "value":
+        return content
+    parts = [_fill(part, tensors) for part in content]
+    return parts if kind == "list" else tuple(parts)
+
+
+# ---- an error of another rank ----------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, type[FourfoldError]] = {
+    kind.__name__: kind for kind in (DataError, TaskError, SettingError, LaunchError, CheckpointError, PeerError)
+}
+
+
+class ToldError(msgspec.Struct, frozen=True, array_like=True):
+    """`problems`: got, need, attempt. Of a damaged sample: its key and the reason."""
+
+    kind: str
+    problems: list[list[str]]
+    where: str = ""
+
+
+def tell(error: Exception, rank: int) -> ToldError:
+    """An error that reading has raised on `rank`."""
+    if type(error) is DamagedSample:
+        return ToldError("DamagedSample", [[error.key, error.reason]], error.where)
+    if type(error).__name__ in KINDS and isinstance(error, FourfoldError):
+        return ToldError(type(error).__name__, [list(map(str, each)) for each in error.problems], error.where)
+    place = f"on rank {rank}, which reads for this one too"
+    got = ", ".join([error_line(error), place, *getattr(error, "__notes__", ())])
+    return ToldError("DataError", [[got, "a source that can be read", f"rank {rank} has the traceback"]], "the source")
+
+
+def as_raised(told: ToldError) -> Exception:
+    """The error to raise."""
+    if told.kind == "DamagedSample":
+        key, reason = told.problems[0]
+        return DamagedSample(key, reason, where=told.where)
+    problems: Any = [Problem(*each) for each in told.problems]
+    return KINDS[told.kind](problems, where=told.where)
+
+
+# ---- the reads -------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("fourfold")
 Item = TypeVar("Item")
@@ -62,8 +224,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
     key: list[Any]
     batch: Any = None
-    places: list[tree.TensorPlace] = []
-    error: told_errors.ToldError | None = None
+    places: list[TensorPlace] = []
+    error: ToldError | None = None
     by_itself: str = ""
 
 
@@ -114,7 +276,7 @@ class ReaderReads:
                 self._send(loop.is_open, Header(list(key)), ())
                 return
             except Exception as error:
-                self._send(loop.is_open, Header(list(key), error=told_errors.tell(error, self._rank)), ())
+                self._send(loop.is_open, Header(list(key), error=tell(error, self._rank)), ())
                 raise
             shared = self._share(key, item, loop)
             if shared is None:
@@ -125,15 +287,15 @@ class ReaderReads:
     def _share(self, key: Key, item: Item, loop: Loop[Item]) -> Item | None:
         """The item as all ranks see it; None if the loop has ended."""
         try:
-            laid_out = tree.lay_out(loop.form.to_tree(item))
-        except tree.NotSharable as error:
+            laid_out = lay_out(loop.form.to_tree(item))
+        except NotSharable as error:
             self._by_itself = True
             log.warning(f"each rank reads its batches by itself: they hold {error}, which processes cannot share")
             self._send(loop.is_open, Header(list(key), by_itself=str(error)), ())
             return item
         header = Header(list(key), laid_out.tree, laid_out.places)
         content = self._send(loop.is_open, header, laid_out.tensors, laid_out.num_bytes)
-        return None if content is None else loop.form.of_tree(tree.build(laid_out.tree, laid_out.places, content))
+        return None if content is None else loop.form.of_tree(build_tree(laid_out.tree, laid_out.places, content))
 
     def _send(self, is_open: IsOpen, header: Header, tensors: Sequence[Tensor], header_start: int = 0) -> Tensor | None:
         """Fill a slot and tell the sharers of it; this rank's view of it, or None if the loop has ended."""
@@ -145,7 +307,7 @@ class ReaderReads:
             self._give_back(self._views.take_released())
             slot, content = self._slots.take(num_bytes, 1 + self._end.num_sharers)
             for place, tensor in zip(header.places, tensors, strict=True):
-                tree.tensor_at(place, content).copy_(tensor)
+                tensor_at(place, content).copy_(tensor)
             content[header_start:] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             own = self._views.view(slot, num_bytes)
             self._give_back(self._end.send(Notice(slot, num_bytes, header_start)))
@@ -175,10 +337,10 @@ class SharerReads:
                 return
             header, content = found
             if header.error is not None:
-                raise told_errors.as_raised(header.error)
+                raise as_raised(header.error)
             if header.batch is None:
                 return
-            yield loop.form.of_tree(tree.build(header.batch, header.places, content))
+            yield loop.form.of_tree(build_tree(header.batch, header.places, content))
 
     def _receive(self, key: Key, is_open: IsOpen) -> tuple[Header, Tensor] | None:
         """The batch with this key; None if the loop has ended, or each rank reads by itself from now on."""
