@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.feed.bench import dlio_keys
+from fourfold.feed.bench import dlio_yaml
 from fourfold.feed.bench.dlio_yaml import MAX_FILE_BYTES, read_dlio_yaml
 from fourfold.feed.bench.workload import DISTRIBUTIONS, Experiment, Seconds, Workload, open_recipe, recipe_names
 from fourfold.words.errors import DataError, SettingError
@@ -117,11 +117,11 @@ def test_all_problems_are_reported_at_once(read):
 
 
 @settings(max_examples=40)
-@given(key=st.sampled_from(sorted(key for key in dlio_keys.EVERY_KEY if "." in key)), at=st.integers(0, 60))
+@given(key=st.sampled_from(sorted(key for key in dlio_yaml.EVERY_KEY if "." in key)), at=st.integers(0, 60))
 def test_a_key_that_lacks_a_letter_is_never_accepted(tmp_path_factory, key, at):
     section, _, name = key.rpartition(".")
     wrong = name[: at % len(name)] + name[at % len(name) + 1 :]
-    if not wrong or f"{section}.{wrong}" in {*dlio_keys.EVERY_KEY, *dlio_keys.SECTIONS} or wrong.isdigit():
+    if not wrong or f"{section}.{wrong}" in {*dlio_yaml.EVERY_KEY, *dlio_yaml.SECTIONS} or wrong.isdigit():
         return
     path = tmp_path_factory.mktemp("dlio") / "workload.yaml"
     lines, indent = [], 0
@@ -136,10 +136,10 @@ def test_a_key_that_lacks_a_letter_is_never_accepted(tmp_path_factory, key, at):
 
 
 def test_a_key_of_dlio_is_in_one_table():
-    tables = [set(dlio_keys.USED), dlio_keys.NEUTRAL, set(dlio_keys.LEFT_OUT)]
-    assert sum(map(len, tables)) == len(dlio_keys.EVERY_KEY)
-    assert set(dlio_keys.RENAMED).isdisjoint(dlio_keys.EVERY_KEY)
-    assert set(dlio_keys.RENAMED.values()) | set(dlio_keys.NOTED) <= dlio_keys.EVERY_KEY
+    tables = [set(dlio_yaml.USED), dlio_yaml.NEUTRAL, set(dlio_yaml.LEFT_OUT)]
+    assert sum(map(len, tables)) == len(dlio_yaml.EVERY_KEY)
+    assert set(dlio_yaml.RENAMED).isdisjoint(dlio_yaml.EVERY_KEY)
+    assert set(dlio_yaml.RENAMED.values()) | set(dlio_yaml.NOTED) <= dlio_yaml.EVERY_KEY
 
 
 def test_an_evaluation_is_left_out_and_said(read):

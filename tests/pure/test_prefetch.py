@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fourfold.feed.prefetch import MAX_PREFETCH_DEPTH, PREFETCH_DEPTH, prefetch
+from fourfold.feed.reading import MAX_PREFETCH_DEPTH, PREFETCH_DEPTH, prefetch
 
 
 class Reader:

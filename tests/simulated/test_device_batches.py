@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.feed import device_batches, feed
-from fourfold.feed.batches import Batch
-from fourfold.feed.device_batches import HOST_BATCHES, CopiedBatches, PinnedBatches
+from fourfold.feed import batches, feed
+from fourfold.feed.batches import HOST_BATCHES, Batch, CopiedBatches, PinnedBatches
 
 GPU = torch.device("cuda", 0)
 
@@ -87,11 +86,11 @@ def test_a_feed_copies_in_the_thread_that_reads_ahead_and_keeps_what_a_batch_kno
 
 
 def test_batches_that_ranks_compare_stay_on_the_host_and_are_pinned(cuda):
-    chosen = device_batches.device_batches(GPU, compares=True)
+    chosen = batches.device_batches(GPU, compares=True)
     assert isinstance(chosen, PinnedBatches)
     assert torch.equal(chosen.finish(chosen.start((torch.ones(2), torch.zeros(1))))[0], torch.ones(2))
     assert cuda.calls == ["pinned"] * 2
-    assert device_batches.device_batches(torch.device("cpu"), compares=False) is HOST_BATCHES
+    assert batches.device_batches(torch.device("cpu"), compares=False) is HOST_BATCHES
 
 
 def test_a_pack_reads_into_pinned_memory_where_its_batches_go_to_a_gpu(cuda, monkeypatch, tmp_path):

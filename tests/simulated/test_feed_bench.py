@@ -21,18 +21,13 @@ from hypothesis import strategies as st
 
 from fourfold.cli.feed_bench import parse_size, parse_words, run_bench
 from fourfold.feed.batches import Batch
-from fourfold.feed.bench.direct_read import direct_problem
-from fourfold.feed.bench.disk import measure_checkpoint
-from fourfold.feed.bench.emulator import Accelerator
+from fourfold.feed.bench.disk import cached_fraction, direct_problem, drop_from_page_cache, measure_checkpoint
 from fourfold.feed.bench.files import DESCRIPTION_FILE, DataShape, generate, record_number
-from fourfold.feed.bench.page_cache import cached_fraction, drop_from_page_cache
-from fourfold.feed.bench.ranks import Training, run_ranks, train_rank
-from fourfold.feed.bench.result import histogram, make_epochs
+from fourfold.feed.bench.ranks import Accelerator, Training, run_ranks, train_rank
+from fourfold.feed.bench.result import format_result, format_sweep, histogram, make_epochs
 from fourfold.feed.bench.run import Options, fit_workload, run_workload
 from fourfold.feed.bench.source import FileSource, Reads
-from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, list_shards
-from fourfold.feed.bench.text import format_result, format_sweep
-from fourfold.feed.bench.throttle import TokenBucket
+from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, TokenBucket, list_shards
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import Position

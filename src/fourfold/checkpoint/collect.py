@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
 from fourfold.feed.feed import Feed
-from fourfold.feed.state_dict import describe_order
+from fourfold.feed.position import describe_order
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.generators import states_of
 from fourfold.parts.memory_order import is_in_order, shaped

@@ -15,8 +15,7 @@ from torch import Tensor
 from fourfold.checkpoint.collect import TrainingState, data_state
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
-from fourfold.feed.position import Position
-from fourfold.feed.state_dict import ORDER_KEYS, order_problem
+from fourfold.feed.position import ORDER_KEYS, Position, order_problem
 from fourfold.parts.codec.residual import RESIDUAL_KEY
 from fourfold.parts.data.param_access import untracked_access
 from fourfold.parts.dtypes import accumulation_dtype

@@ -131,7 +131,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 def run_bench(words: Sequence[str]) -> int:
     """`fourfold feed bench`; returns the exit code: 1 if a threshold of MLPerf Storage is not met."""
     name, values = parse_words(words)
-    from fourfold.feed.bench.text import format_result, format_sweep
+    from fourfold.feed.bench.result import format_result, format_sweep
     from fourfold.report.feed_bench_page import render_feed_bench
 
     folder, json_file, page = (values.pop(key, None) for key in ("folder", "json", "page"))

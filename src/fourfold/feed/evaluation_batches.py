@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.expected import read_expected
-from fourfold.feed.prefetch import prefetch
-from fourfold.feed.reading import FETCHED, STREAMED, BatchReader
+from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared_reads
 from fourfold.feed.source_fingerprint import Fingerprint

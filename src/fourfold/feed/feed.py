@@ -10,29 +10,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch.utils.data import DataLoader
 
-from fourfold.feed.batches import Batch, DictBatch
+from fourfold.feed.batches import HOST_BATCHES, Batch, DeviceBatches, DictBatch, device_batches
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
-from fourfold.feed.device_batches import HOST_BATCHES, DeviceBatches, device_batches
 from fourfold.feed.expected import read_expected
-from fourfold.feed.feed_options import FeedKeywords, FeedOptions
 from fourfold.feed.orders import choose_order, order_problems
-from fourfold.feed.position import Position, length_mismatch, position_problems
-from fourfold.feed.prefetch import prefetch
+from fourfold.feed.position import (
+    Position,
+    describe_order,
+    length_mismatch,
+    make_state_dict,
+    position_problems,
+    state_dict_problems,
+)
 from fourfold.feed.readable import Fetched, check_damage
-from fourfold.feed.reading import FETCHED, STREAMED, BatchReader
+from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
 from fourfold.feed.source import CollatedSource, sample_names, source_attribute
 from fourfold.feed.source_fingerprint import Fingerprint, probe_source
-from fourfold.feed.state_dict import describe_order, make_state_dict, state_dict_problems
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
-from fourfold.feed.transform import transformed
+from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request
 from fourfold.parts.comm import init
 from fourfold.parts.comm.communicator import Communicator
@@ -43,6 +46,27 @@ from fourfold.plan.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOr
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop
+
+
+class FeedOptions(NamedTuple):
+    """The options with their defaults."""
+
+    order: str | None = None
+    window: int | None = None
+    bad_samples: int = 0
+    transform: SampleTransform | None = None
+    shared: bool = True
+
+
+class FeedKeywords(TypedDict, total=False):
+    """The fields of `FeedOptions`, as keywords."""
+
+    order: str | None
+    window: int | None
+    bad_samples: int
+    transform: SampleTransform | None
+    shared: bool
+
 
 log = logging.getLogger("fourfold")
 

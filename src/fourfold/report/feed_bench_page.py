@@ -5,8 +5,18 @@ Law: the page has every figure of the text, and says in which window they were m
 
 from collections.abc import Sequence
 
-from fourfold.feed.bench.result import WINDOW_TEXT, Result, histogram
-from fourfold.feed.bench.text import COLUMNS, RULES, UNKNOWN, epoch_rows, name_of, percent, summary_rows
+from fourfold.feed.bench.result import (
+    COLUMNS,
+    RULES,
+    UNKNOWN,
+    WINDOW_TEXT,
+    Result,
+    epoch_rows,
+    histogram,
+    name_of,
+    percent,
+    summary_rows,
+)
 from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
 from fourfold.report.svg import Bar, Series, bar_chart, line_figure
 from fourfold.words.units import format_bytes_per_second, format_si

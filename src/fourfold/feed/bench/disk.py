@@ -1,15 +1,19 @@
 """Disk: what this storage delivers, measured beside the emulated training: its ceiling, and a checkpoint.
 
 ceiling     bytes a second of reads of a record's size at random places of the same files, by as many threads as read
-            for all accelerators, past the page cache where the file system allows it
+            for all accelerators, past the page cache (O_DIRECT) where the file system allows it
 checkpoint  a file is written and fsynced, dropped from the page cache, and read back, as DLIO does
-Law: whether the page cache took part is said; a checkpoint that reads back otherwise than it was written is an error.
+Law: whether the page cache took part is said; what is counted is what the kernel has returned, and a short read is an
+error, never a shorter record. Files that are to be dropped have been fsynced: the kernel keeps pages that are not on
+the disk yet. A checkpoint that reads back otherwise than it was written is an error.
 """
 
+import ctypes
 import io
+import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +21,106 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from fourfold.feed.bench.direct_read import ALIGNMENT, ReadBuffer, direct_problem
-from fourfold.feed.bench.page_cache import drop_from_page_cache
 from fourfold.words.errors import DataError, Problem, os_error_text
+
+# ---- past the page cache ---------------------------------------------------------------------------------------------
+
+
+ALIGNMENT = 4096  # of offset, length and memory
+MAX_READ_BYTES = 2**24  # of one call
+
+
+def direct_problem(path: Path) -> str:
+    """Why this file cannot be read past the page cache; "" if it can."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        return f"O_DIRECT: {os.strerror(error.errno or 0).lower()}"
+    try:
+        with mmap.mmap(-1, ALIGNMENT) as page:
+            os.preadv(file, [page], 0)
+        return ""
+    except OSError as error:
+        return f"O_DIRECT: {os.strerror(error.errno or 0).lower()}"
+    finally:
+        os.close(file)
+
+
+class ReadBuffer:
+    """Aligned memory of one thread, as large as the largest range that was read into it."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def reserve(self, num_bytes: int) -> np.ndarray:
+        """The first `num_bytes` of the buffer, whole blocks: uint8."""
+        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if rounded > len(self._memory):
+            self._memory = np.frombuffer(mmap.mmap(-1, rounded), dtype=np.uint8)
+        return self._memory[:rounded]
+
+
+def read_range(file: int, start: int, stop: int, buffer: ReadBuffer) -> tuple[np.ndarray, int]:
+    """Bytes [start, stop) of a file opened with O_DIRECT, in the buffer, and how many bytes were read for them.
+
+    Fewer bytes if the file ends before.
+    """
+    begin = start // ALIGNMENT * ALIGNMENT
+    memory = buffer.reserve(stop - begin)
+    done = 0
+    while done < stop - begin:
+        count = os.preadv(file, [memory[done : done + MAX_READ_BYTES].data], begin + done)
+        done += count
+        if not count or done % ALIGNMENT:  # the end of the file
+            break
+    return memory[start - begin : min(done, stop - begin)], done
+
+
+# ---- the page cache --------------------------------------------------------------------------------------------------
+
+
+MAX_SAMPLED_FILES = 64
+
+
+def drop_from_page_cache(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache, if no other process uses them."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def cached_fraction(paths: Sequence[Path]) -> float | None:
+    """The part of the bytes of files, of some of many, that is in the page cache; None if the kernel does not say."""
+    stride = max(1, len(paths) // MAX_SAMPLED_FILES)
+    cached = pages = 0
+    for path in paths[::stride]:
+        counts = _count_pages(path)
+        if counts is None:
+            return None
+        cached, pages = cached + counts[0], pages + counts[1]
+    return cached / pages if pages else None
+
+
+def _count_pages(path: Path) -> tuple[int, int] | None:
+    """How many pages of a file are in the page cache, and how many it has."""
+    size = path.stat().st_size
+    if size == 0:
+        return 0, 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        num_pages = -(-size // mmap.PAGESIZE)
+        states = (ctypes.c_ubyte * num_pages)()
+        # A private map: mincore tells of the file's pages, and no page is copied.
+        view = (ctypes.c_char * size).from_buffer(mapped)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.byref(view), ctypes.c_size_t(size), states)
+        del view
+        return None if failed else (int((np.frombuffer(memoryview(states), dtype=np.uint8) & 1).sum()), num_pages)
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
 
 MAX_BLOCK_BYTES = 2**20
 MAX_THREADS = 16

@@ -1,9 +1,13 @@
 """Ranks: the emulated accelerators as processes, which train together on one data set.
 
+compute  an accelerator sleeps until its computing time is over; its batch is in host memory, not copied to a device
+barrier  after each step, as DLIO has it: all accelerators wait for the last, so a late batch is charged to all
+
 Processes, not threads: each accelerator of a real training has an interpreter of its own, and the readers of several
 would share one lock. They are forked, so that they need not import torch again, and use it with one thread each.
 
-Law: an error of one rank ends all of them, and is raised here; no rank outlives its parent's call.
+Law: a step is asked for when the one before has ended, so that waits, computing and barriers tile the running time. An
+error of one rank ends all of them, and is raised here; no rank outlives its parent's call.
 """
 
 from __future__ import annotations
@@ -14,26 +18,92 @@ import multiprocessing
 import shutil
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from fourfold.feed.bench.emulator import Accelerator, Barrier
+from fourfold.feed.batches import Batch
+from fourfold.feed.bench.disk import cached_fraction, drop_from_page_cache
 from fourfold.feed.bench.files import DataShape
-from fourfold.feed.bench.page_cache import cached_fraction, drop_from_page_cache
 from fourfold.feed.bench.source import FileSource, Reads
-from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin
-from fourfold.feed.bench.throttle import SharedTime, ThrottledSource, TokenBucket
+from fourfold.feed.bench.staged_files import SharedTime, StagedFiles, ThrottledOrigin, ThrottledSource, TokenBucket
 from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.feed import Feed
+from fourfold.feed.position import Position
 from fourfold.feed.staging.shard_cache import Shard
 from fourfold.plan.utilization import TimedStep
 from fourfold.words.errors import DataError, FourfoldError, Problem
+
+# ---- one accelerator -------------------------------------------------------------------------------------------------
+
+
+Barrier = Callable[[], object]
+
+
+class Clock(Protocol):
+    """What time it is, in seconds."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, deadline: float) -> None: ...
+
+
+class SystemClock:
+    """The clock of this host, the same in all of its processes."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep_until(self, deadline: float) -> None:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+
+
+class Accelerator(NamedTuple):
+    """An emulated accelerator: one of `size` that train together.
+
+    feed     yields its part of each global batch
+    compute  how long it computes in a step; drawn by `rng`
+    steps    of an epoch, at most; None: all
+    """
+
+    feed: Feed
+    compute: Seconds
+    rng: np.random.Generator
+    barrier: Barrier
+    clock: Clock = SystemClock()
+    steps: int | None = None
+
+    def epoch(self, number: int) -> list[TimedStep]:
+        """Do an epoch, the first is 0. The barrier is called once before it and after each step."""
+        seed = self.feed.state.seed
+        self.feed.load_state(Position(seed, number, 0, self.feed.num_samples))
+        self.barrier()
+        batches = iter(self.feed)
+        try:
+            return list(self._steps(batches))
+        finally:
+            batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator: its thread ends here
+
+    def _steps(self, batches: Iterator[Batch]) -> Iterator[TimedStep]:
+        done, asked = 0, self.clock.now()
+        while done != self.steps and (batch := next(batches, None)) is not None:
+            ready = self.clock.now()
+            seconds = self.compute.draw(self.rng)
+            self.clock.sleep_until(ready + seconds)
+            self.barrier()
+            ended = self.clock.now()
+            yield TimedStep(asked, ready, ended, seconds, len(batch[1]), batch.bytes_read)
+            done, asked = done + 1, ended
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
 
 FORK = multiprocessing.get_context("fork")
 JOIN_SECONDS = 5.0

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.feed.bench.direct_read import direct_problem
-from fourfold.feed.bench.disk import measure_ceiling, measure_checkpoint
+from fourfold.feed.bench.disk import direct_problem, measure_ceiling, measure_checkpoint
 from fourfold.feed.bench.files import WRITERS, DataShape, check_format, generate
 from fourfold.feed.bench.ranks import Training, no_copies, run_ranks
 from fourfold.feed.bench.result import Result, make_epochs

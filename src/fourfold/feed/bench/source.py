@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.feed.bench.direct_read import ReadBuffer, read_range
+from fourfold.feed.bench.disk import ReadBuffer, read_range
 from fourfold.feed.bench.files import DataShape, check_array, damaged, read_npz
 from fourfold.feed.bench.workload import Seconds
 from fourfold.words.errors import os_error_text

@@ -1,22 +1,87 @@
 """Staged files: the data set of an emulated training behind a slow origin, copied to this disk as packs are.
 
-origin  the folder of the files, held to a rate; copies are made of it ahead of need, one for all accelerators
-Law: copies, and what is read without one, pass the same bucket as the reads of an origin that is not staged.
+origin  the folder of the files, which delivers so many bytes a second, to all ranks together, as slow storage does;
+        copies are made of it ahead of need, one for all accelerators
+bucket  when the origin will have delivered all that was asked of it; shared by the ranks of a host
+Law: copies, and what is read without one, pass the same bucket as the reads of an origin that is not staged. In any
+interval it delivers at most rate × its length, and one read more: what is not used is lost.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
 from fourfold.feed.bench.files import DataShape
 from fourfold.feed.bench.source import FileSource, Reads
-from fourfold.feed.bench.throttle import TokenBucket
 from fourfold.feed.expected import Expected
+from fourfold.feed.source import BatchSource
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
+
+# ---- the origin's rate -----------------------------------------------------------------------------------------------
+
+
+class SharedTime(Protocol):
+    """A time that several ranks read and change, and its lock: such as `multiprocessing.Value("d")`."""
+
+    value: float
+
+    def get_lock(self) -> AbstractContextManager[Any]: ...
+
+
+class CountedSource(BatchSource, Protocol):
+    """A source that counts what it reads from storage."""
+
+    @property
+    def bytes_read(self) -> int: ...
+
+
+class TokenBucket:
+    """The origin's rate, in bytes a second."""
+
+    def __init__(self, rate: float, free_at: SharedTime) -> None:
+        self.rate, self._free_at = rate, free_at
+
+    def reserve(self, num_bytes: int, now: float) -> float:
+        """When these bytes will have been delivered, on the clock of `now`."""
+        with self._free_at.get_lock():
+            self._free_at.value = max(now, self._free_at.value) + num_bytes / self.rate
+            return self._free_at.value
+
+
+class ThrottledSource:
+    """A source behind a slow origin. `source.bytes_read` says what a read costs."""
+
+    def __init__(self, source: CountedSource, bucket: TokenBucket) -> None:
+        self._source, self._bucket = source, bucket
+        self.bytes_read = 0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self._delivered(self._source.__getitem__, index)
+
+    def fetch(self, indices: Sequence[int], /) -> Any:
+        return self._delivered(self._source.fetch, indices)
+
+    def _delivered(self, read: Any, what: Any) -> Any:
+        before = self._source.bytes_read
+        values = read(what)
+        # One clock for all processes of a host.
+        num_bytes = self._source.bytes_read - before
+        ready = self._bucket.reserve(num_bytes, time.monotonic())
+        time.sleep(max(0.0, ready - time.monotonic()))
+        self.bytes_read += num_bytes
+        return values
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
 
 CHUNK_BYTES = 2**20
 

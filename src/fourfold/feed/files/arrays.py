@@ -1,19 +1,137 @@
-"""Arrays of numpy: one file of many samples, or many files of one sample each. Never a pickle.
+"""Arrays of numpy: .npy, and .npz, which is a zip file of them: of many samples, or of one sample each. Never a pickle.
 
+head  what a .npy file says of its array
 row   a sample of a single file: the arrays at one index of their first dim
-Law: an array of Python objects is refused; what a header says of a file's size is checked against it before it is read.
+Law: what a head claims of an array's size must be what its bytes are, and fit into memory, before it is read; an array
+of Python objects is refused.
 """
 
+import io
+import math
+import os
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy_format
 
 from fourfold.feed.files.listing import Listing
-from fourfold.feed.files.numpy_files import LONE, NOT_OBJECTS, UNREADABLE, is_npz, map_npy, read_npy_file, read_npz
 from fourfold.feed.pack.schema import PAIR
 from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem
+
+# ---- a file ----------------------------------------------------------------------------------------------------------
+
+
+LONE = "x"  # the name of an array that has none
+NUMBERS, NOT_OBJECTS = "biufc", "biufcSUVmM"  # kinds of dtypes
+# What is raised for damaged files by readers of zip files.
+ZIP_ERRORS = (KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
+UNREADABLE = (ValueError, OSError, EOFError, MemoryError)
+MAX_RATIO = 1100  # of deflate: what an entry of a zip file can expand to
+CHUNK_BYTES = 2**20
+
+
+class NpyHead(NamedTuple):
+    """What a .npy file says of its array. `start`: the array's first byte."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    by_columns: bool
+    start: int
+
+
+def read_npy_head(file: Any, size: int, kinds: str = NUMBERS) -> NpyHead:
+    """The head of a .npy file of `size` bytes. Raises ValueError if it is damaged, or of a dtype of other kinds."""
+    version = npy_format.read_magic(file)
+    readers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"an array of version {version[0]}.{version[1]}")
+    try:
+        shape, by_columns, dtype = readers[version](file)
+    except (tokenize.TokenError, SyntaxError, TypeError) as error:  # numpy reads it as Python's literals
+        raise ValueError(f"a head that cannot be read: {error}") from error
+    head = NpyHead(dtype, shape, by_columns, file.tell())
+    if dtype.kind not in kinds or dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"an array of {'Python objects in dtype ' if dtype.hasobject else ''}{dtype}, not of numbers")
+    is_possible = all(type(extent) is int and 0 <= extent < 2**63 for extent in shape)
+    if not is_possible or dtype.itemsize * math.prod(shape) != size - head.start:
+        raise ValueError(f"{size - head.start} bytes for an array of {dtype} {list(shape)}")
+    return head
+
+
+def read_npy(file: Any, size: int, kinds: str = NUMBERS) -> np.ndarray:
+    """The array of an open .npy file of `size` bytes. Raises ValueError if it is damaged, or of other kinds."""
+    head = read_npy_head(file, size, kinds)
+    check_fits(size, f"an array of {head.dtype} {list(head.shape)}")
+    content = np.empty(size - head.start, dtype=np.uint8)
+    for start in range(0, len(content), CHUNK_BYTES):
+        part = content[start : start + CHUNK_BYTES]
+        if file.readinto(part) != len(part):
+            raise ValueError(f"the array ends before its {len(content)} bytes")
+    array = content.view(head.dtype).reshape(head.shape, order="F" if head.by_columns else "C")
+    return np.asarray(array, dtype=head.dtype.newbyteorder("="), order="C")
+
+
+def parse_npy(content: bytes) -> np.ndarray:
+    """The array of numbers in the bytes of a .npy file. Raises ValueError if it is damaged, or of something else."""
+    return read_npy(io.BytesIO(content), len(content))
+
+
+def read_npy_file(path: str, kinds: str = NUMBERS) -> np.ndarray:
+    """The array of a .npy file."""
+    with open(path, "rb") as file:
+        return read_npy(file, os.fstat(file.fileno()).st_size, kinds)
+
+
+def map_npy(path: str, kinds: str = NUMBERS) -> np.ndarray:
+    """The array of a .npy file, mapped: it is read as it is used."""
+    with open(path, "rb") as file:
+        read_npy_head(file, os.fstat(file.fileno()).st_size, kinds)
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def is_npz(path: str) -> bool:
+    """Whether a file is a zip file of arrays, by its name."""
+    return path.lower().endswith(".npz")
+
+
+def read_npz_heads(path: str, kinds: str = NUMBERS) -> dict[str, NpyHead]:
+    """The heads of the arrays of a .npz file. Raises ValueError if it is damaged, or larger than memory."""
+    return _read_npz(path, read_npy_head, kinds)
+
+
+def read_npz(path: str, kinds: str = NUMBERS) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file. Raises ValueError if it is damaged, or larger than memory."""
+    return _read_npz(path, read_npy, kinds)
+
+
+def _read_npz(path: str, read: Any, kinds: str) -> dict[str, Any]:
+    arrays, size = {}, os.path.getsize(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            check_fits(sum(entry.file_size for entry in entries), "arrays")
+            for entry in entries:
+                if not entry.filename.endswith(".npy"):
+                    raise ValueError(f"{entry.filename} is no array")
+                is_known = entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+                if not is_known or entry.file_size > MAX_RATIO * size:
+                    raise ValueError(f"{entry.filename} of {entry.file_size} bytes in a file of {size}")
+                name = entry.filename.removesuffix(".npy")
+                if name in arrays:
+                    raise ValueError(f"{entry.filename} twice")
+                with archive.open(entry) as file:
+                    arrays[name] = read(file, entry.file_size, kinds)
+    except ZIP_ERRORS as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    return arrays
+
+
+# ---- a source --------------------------------------------------------------------------------------------------------
 
 
 class ArrayRows:

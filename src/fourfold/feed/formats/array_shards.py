@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.feed.files.numpy_files import LONE, UNREADABLE, NpyHead, is_npz, read_npy_head, read_npz, read_npz_heads
+from fourfold.feed.files.arrays import LONE, UNREADABLE, NpyHead, is_npz, read_npy_head, read_npz, read_npz_heads
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.unpacked import Unpacked
 from fourfold.words.errors import DataError, Problem

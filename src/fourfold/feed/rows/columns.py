@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fourfold.feed.files.numpy_files import parse_npy
+from fourfold.feed.files.arrays import parse_npy
 from fourfold.feed.rows.database import Row
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
