@@ -169,7 +169,7 @@ def used_terms(predictions: Sequence[Prediction]) -> list[str]:
     ]
 
 
-def used_kinds(parts: Sequence[MemoryParts]) -> list[str]:
+def _used_kinds(parts: Sequence[MemoryParts]) -> list[str]:
     """The kinds of memory of which any place has some."""
     return [kind for kind in MemoryParts._fields if any(getattr(each, kind) > 0 for each in parts)]
 
@@ -179,7 +179,7 @@ def bubble_fraction(prediction: Prediction) -> float:
     return prediction.terms.bubble / prediction.seconds if prediction.seconds else 0.0
 
 
-def sent_bytes(prediction: Prediction) -> float:
+def _sent_bytes(prediction: Prediction) -> float:
     """What a rank sends in a step at most, over all axes."""
     return sum(prediction.sent_bytes.values())
 
@@ -277,7 +277,7 @@ def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: 
         "" if share is None else _share(share),
         format_bytes(prediction.memory.total),
         _share(bubble_fraction(prediction)),
-        format_bytes(sent_bytes(prediction)),
+        format_bytes(_sent_bytes(prediction)),
         plan_words(prediction.plan),
     )
 
@@ -368,7 +368,7 @@ def memory_rows(
 ) -> list[tuple[str, ...]]:
     """Bytes by kind: a row for each place on the pipeline axis; of more than `most_places`, those that matter."""
     parts = prediction.by_stage
-    kinds = used_kinds(parts)
+    kinds = _used_kinds(parts)
     shown = list(range(len(parts))) if len(parts) <= most_places else _ends_and_peak(prediction)
     rows: list[tuple[str, ...]] = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
     for place in shown:

@@ -70,7 +70,7 @@ class DoneMarker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     report: RankReport
 
 
-def marker_path(folder: Path, rank: int) -> Path:
+def _marker_path(folder: Path, rank: int) -> Path:
     """A rank's marker, without its suffix."""
     return folder / f"rank-{rank:03d}"
 
@@ -80,7 +80,7 @@ def write_marker(path: Path, suffix: str, text: bytes) -> None:
     write_atomically(path.with_suffix(suffix), text, durable=True)
 
 
-def read_marker(path: Path) -> DoneMarker:
+def _read_marker(path: Path) -> DoneMarker:
     """A rank's done marker. Raises OSError, and CheckpointError if it is damaged."""
     try:
         content = read_bounded(path.with_suffix(DONE_SUFFIX), max_bytes=MAX_MANIFEST_BYTES)
@@ -89,7 +89,7 @@ def read_marker(path: Path) -> DoneMarker:
         raise CheckpointError(Problem(f"{path.name}{DONE_SUFFIX}: {error}", "a rank's marker")) from None
 
 
-def has_marker(path: Path) -> bool:
+def _has_marker(path: Path) -> bool:
     return any(path.with_suffix(suffix).exists() for suffix in (DONE_SUFFIX, FAILED_SUFFIX))
 
 
@@ -112,7 +112,7 @@ def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str],
     return ""
 
 
-def error_text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error in a few words, for a marker or a warning."""
     if isinstance(error, CheckpointError):
         return error.problems[0].got
@@ -201,7 +201,7 @@ class CheckpointWriter:
                 raise CheckpointError(Problem(f"rank {self._rank}: {failure}"))
             self._commit(request, request.manifest)
         except (OSError, CheckpointError) as error:
-            self.last_reason = error_text(error)
+            self.last_reason = _error_text(error)
             name = f"the checkpoint of step {request.manifest.step}"
             self.failures.append(f"{name} could not be written: {self.last_reason}")
             shutil.rmtree(request.staging_dir, ignore_errors=True)
@@ -209,7 +209,7 @@ class CheckpointWriter:
     def _write_rank_file(self, request: SaveRequest) -> str:
         """Write this rank's file, then its marker. Returns why there is no file, if not even a marker can say so."""
         folder = request.staging_dir
-        path, marker = folder / shard_file_name(self._rank), marker_path(folder, self._rank)
+        path, marker = folder / shard_file_name(self._rank), _marker_path(folder, self._rank)
         try:
             if request.manifest is not None:
                 self._log.sync()  # makes a run's folder again that was removed, before anything is written there
@@ -221,12 +221,12 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             try:
-                write_marker(marker, FAILED_SUFFIX, error_text(error).encode())
+                write_marker(marker, FAILED_SUFFIX, _error_text(error).encode())
             except OSError:  # a disk without room even for the reason
                 try:
                     marker.with_suffix(FAILED_SUFFIX).touch()
                 except OSError:
-                    return error_text(error)
+                    return _error_text(error)
         return ""
 
     def _check_disk_space(self, request: SaveRequest) -> None:
@@ -242,9 +242,9 @@ class CheckpointWriter:
     def _commit(self, request: SaveRequest, manifest: Manifest) -> None:
         """Rank 0: wait for all markers, write the manifest, give the folder its name."""
         folder = request.staging_dir
-        markers = [marker_path(folder, rank) for rank in range(self._size)]
+        markers = [_marker_path(folder, rank) for rank in range(self._size)]
         self._wait_for_markers(folder, markers, estimated_bytes(request.snapshot.held))
-        complete = complete_manifest(manifest, [read_marker(marker) for marker in markers])
+        complete = complete_manifest(manifest, [_read_marker(marker) for marker in markers])
         for marker in markers:
             marker.with_suffix(DONE_SUFFIX).unlink()
         content = encode_manifest(complete)
@@ -269,7 +269,7 @@ class CheckpointWriter:
 
     def _missing_reason(self, folder: Path, rank: int) -> str:
         """Why a rank's marker will never come; "" while it may. Waits POLL_SECONDS."""
-        if not has_marker(marker_path(folder, self._rank)):
+        if not _has_marker(_marker_path(folder, self._rank)):
             return "its folder was removed while it was written"  # this rank's own marker has gone with it
         if self._step.peer_is_dead(rank):
             return f"rank {rank} died before it had written its file"

@@ -92,7 +92,7 @@ def step_card(trace: Trace) -> str:
     deviation = both[1] / (both[0] or 1.0) - 1
     text = (
         f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
-        f"({signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
+        f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
         f"over {len(trace.steps)} sampled steps, without waits."
     )
     mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
@@ -199,11 +199,11 @@ def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> 
 
 def _difference_row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
     cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
-    shown = (signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
+    shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
     return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
 
 
-def signed(value: float, digits: int = 3) -> str:
+def _signed(value: float, digits: int = 3) -> str:
     """A difference with its sign: +0.012, −1.5."""
     return f"{value:+.{digits}f}".replace("-", "−")
 
@@ -218,7 +218,7 @@ def prediction_card(recorded: RecordedPrediction | None, trace: Trace | None, se
     text = f"Predicted {format_step_seconds(recorded.prediction.seconds)} a step with {recorded.made_with}"
     if len(seconds) > 1:
         measured = statistics.median(seconds[1:])
-        off = signed(100 * (recorded.prediction.seconds / measured - 1), 1)
+        off = _signed(100 * (recorded.prediction.seconds / measured - 1), 1)
         text += f"; measured {format_step_seconds(measured)}, the median of {len(seconds) - 1:,} steps: {off} %"
     parts = [f"<h2>One step, predicted and measured</h2><p>{render_text(text)}.</p>"]
     if trace is not None and recorded.prediction.timeline is not None:
@@ -253,5 +253,5 @@ def _tables(rows: Sequence[ActionDifference]) -> str:
 
 
 def _row(name: str, predicted: float, measured: float) -> str:
-    cells = f"{predicted * 1e3:.3f}", f"{measured * 1e3:.3f}", signed((predicted - measured) * 1e3)
+    cells = f"{predicted * 1e3:.3f}", f"{measured * 1e3:.3f}", _signed((predicted - measured) * 1e3)
     return f"<tr><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in cells)}</tr>"

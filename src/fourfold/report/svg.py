@@ -22,7 +22,7 @@ from fourfold.report.style import CURVES
 LETTER_WIDTH = 6.6  # of an average letter, in the drawing's units
 
 
-class Frame(NamedTuple):
+class _Frame(NamedTuple):
     """Maps values to the drawing: x in [x0, x1] to [left, right], y in [y0, y1] to [bottom, top]."""
 
     left: float
@@ -77,7 +77,7 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def format_number(value: float) -> str:
+def _format_number(value: float) -> str:
     """A tick's label: 1,000, 0.25, 3."""
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.6g}"
 
@@ -96,7 +96,7 @@ def bar_chart(rows: Sequence[Bar], *, title: str) -> str:
             f'<rect class="{row.style}" x="{left}" y="{top}" width="{max(length, 1):.1f}" height="20" rx="3"/>'
         )
         parts.append(f'<text class="figure" x="{left + length + 8:.1f}" y="{top + 15}">{escape(row.label)}</text>')
-    return render_svg(width, 8 + each * len(rows), title, parts, attributes=' class="bars"')
+    return _render_svg(width, 8 + each * len(rows), title, parts, attributes=' class="bars"')
 
 
 def lane_chart(
@@ -112,7 +112,7 @@ def lane_chart(
     for row in rows:
         tops.append(at)
         at += each if row.name else 14.0
-    frame = Frame(left=left, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
+    frame = _Frame(left=left, right=width - 16, top=8, bottom=at + 2, x0=0, x1=end, y0=0, y1=1)
     parts = []
     ticks = axis_ticks(0, end, 8)
     for value, text in zip(ticks, format_ticks(ticks), strict=True):
@@ -126,7 +126,7 @@ def lane_chart(
             for index, block in enumerate(row.blocks):
                 tip = _tip(block, unit, decimals)
                 parts.append(_block(frame, block, row.blocks[index + 1 :], top, tip))
-    return render_svg(width, frame.bottom + 40, title, parts)
+    return _render_svg(width, frame.bottom + 40, title, parts)
 
 
 def _tip(block: Block, unit: str, decimals: int) -> str:
@@ -136,7 +136,7 @@ def _tip(block: Block, unit: str, decimals: int) -> str:
     return f"<title>{escape(text)}</title>"
 
 
-def _block(frame: Frame, block: Block, later: Sequence[Block], top: float, tip: str) -> str:
+def _block(frame: _Frame, block: Block, later: Sequence[Block], top: float, tip: str) -> str:
     """A block, with its name where there is room for it: `later` blocks are drawn over it."""
     left, right = frame.x(block.start), frame.x(block.stop)
     if block.start == block.stop:
@@ -164,14 +164,14 @@ def widest_gap(block: Block, later: Sequence[Block]) -> tuple[float, float]:
 
 def format_ticks(values: Sequence[float]) -> list[str]:
     """The labels of an axis, all with as many decimals as the longest needs; 0 has none."""
-    texts = [format_number(value) for value in values]
+    texts = [_format_number(value) for value in values]
     if any("e" in text for text in texts):
         return texts
     decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
     return [f"{value:,.{decimals}f}" if value else "0" for value in values]
 
 
-def render_svg(width: float, height: float, title: str, parts: Sequence[str], *, attributes: str = "") -> str:
+def _render_svg(width: float, height: float, title: str, parts: Sequence[str], *, attributes: str = "") -> str:
     """A drawing; `attributes` are further ones of its element, escaped already."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img"{attributes}>'
     return f"{head}<title>{escape(title)}</title>{''.join(parts)}</svg>"
@@ -224,7 +224,7 @@ def line_chart(
         return ""
     least = 1 if legend else 2
     parts = [*_draw(frame, series, x=x, y=y), _legend(series, right=frame.right, least=least)]
-    return render_svg(WIDTH, HEIGHT, title, parts)
+    return _render_svg(WIDTH, HEIGHT, title, parts)
 
 
 def line_figure(
@@ -250,7 +250,7 @@ def line_figure(
         "data-series": json.dumps(shown, separators=(",", ":")),
     }
     text = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items())
-    drawing = render_svg(WIDTH, HEIGHT, title, _draw(frame, series, x=x, y=y), attributes=text)
+    drawing = _render_svg(WIDTH, HEIGHT, title, _draw(frame, series, x=x, y=y), attributes=text)
     return f"<figure>{caption}{drawing}</figure>"
 
 
@@ -259,7 +259,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _frame(series: Sequence[Series], *, from_zero: bool) -> Frame | None:
+def _frame(series: Sequence[Series], *, from_zero: bool) -> _Frame | None:
     """The frame around the points of all curves; None without points."""
     ys = [y for each in series if each.kind not in MARK_EXTENTS for _, y in each.points]
     if not ys:
@@ -267,20 +267,20 @@ def _frame(series: Sequence[Series], *, from_zero: bool) -> Frame | None:
     xs = [x for each in series for x, _ in each.points]
     low, high = (0.0 if from_zero else min(ys)), max(ys)
     margin = 0.05 * ((high - low) or abs(high) or 1.0)
-    return Frame(
+    return _Frame(
         left=58, right=WIDTH - 14, top=30, bottom=HEIGHT - 42,
         x0=min(xs), x1=max(xs), y0=low if from_zero else low - margin, y1=high + margin,
     )  # fmt: skip
 
 
-def _draw(frame: Frame, series: Sequence[Series], *, x: str, y: str) -> list[str]:
+def _draw(frame: _Frame, series: Sequence[Series], *, x: str, y: str) -> list[str]:
     drawn = [
         _marks(frame, each) if each.kind in MARK_EXTENTS else _curve(frame, each) for each in series if each.points
     ]
     return [_axes(frame, x=x, y=y), *drawn]
 
 
-def _axes(frame: Frame, *, x: str, y: str) -> str:
+def _axes(frame: _Frame, *, x: str, y: str) -> str:
     parts = []
     ticks = axis_ticks(frame.y0, frame.y1)
     for value, text in zip(ticks, format_ticks(ticks), strict=True):
@@ -297,7 +297,7 @@ def _axes(frame: Frame, *, x: str, y: str) -> str:
     return "".join(parts)
 
 
-def _curve(frame: Frame, series: Series) -> str:
+def _curve(frame: _Frame, series: Series) -> str:
     positions = [(frame.x(px), frame.y(py)) for px, py in series.points]
     path = "L".join(f"{px:.1f} {py:.1f}" for px, py in positions)
     kind = "line" if series.kind == "linked" else series.kind
@@ -306,19 +306,19 @@ def _curve(frame: Frame, series: Series) -> str:
         return line
     dots = (
         f'<circle class="dot {series.style}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
-        f"<title>{escape(series.name)} {value:.6g} at {format_number(at)}</title></circle>"
+        f"<title>{escape(series.name)} {value:.6g} at {_format_number(at)}</title></circle>"
         for (px, py), (at, value) in zip(positions, series.points, strict=True)
     )
     return line + "".join(dots)
 
 
-def _marks(frame: Frame, series: Series) -> str:
+def _marks(frame: _Frame, series: Series) -> str:
     upper, lower = MARK_EXTENTS[series.kind]
     top = frame.top if series.kind == "rule" else frame.bottom + upper
     parts = []
     # One mark for several at the same place.
     for at, value in {round(frame.x(value)): value for value, _ in series.points}.items():
-        tip = f"<title>{escape(series.name)} at {format_number(value)}</title>"
+        tip = f"<title>{escape(series.name)} at {_format_number(value)}</title>"
         parts.append(
             f'<path class="{series.kind} c{series.colour}" d="M{at} {top}V{frame.bottom + lower}">{tip}</path>'
         )

@@ -54,12 +54,12 @@ def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> Evaluat
     Raises TaskError on every rank if ranks have sources of different lengths. Raises it also if data ranks share the
     source and the loss is one number, made of means over different counts: its mean would depend on the mesh.
     """
-    totals, damaged = evaluate_sums(step, task, data, batch_size)
+    totals, damaged = _evaluate_sums(step, task, data, batch_size)
     return Evaluation({name: total / count for name, (total, count) in totals.items() if count}, damaged)
 
 
 @torch.no_grad()
-def evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> EvaluationSums:
+def _evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> EvaluationSums:
     """See `evaluate`. Collective."""
     damaged: list[DamagedRecord] = []
     uneven_by = torch.zeros(3, dtype=torch.float64)
@@ -191,7 +191,7 @@ def check_measured(needs: NEEDS, step: TrainStep, task: Task, data: TaskInputs, 
     check_evaluations(needs, task, data, settings)
     if not needs or task.evaluate is None or data.valid is None:
         return
-    found = evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size).sums
+    found = _evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size).sums
     names = [*found, *(f"ema {name}" for name in found if settings.ema is not None)]
     check_metrics(needs, names)
 

@@ -266,7 +266,7 @@ class TrainingLoop:
         number = stop_signal()
         if any(step.all_gather_json(number)):
             self.save_and_stop(progress, number)
-        save_weights_alone(checkpoints, step, progress)
+        _save_weights_alone(checkpoints, step, progress)
 
     def _make_sample(self) -> Any:
         """What the task's `sample` returns, by the averaged weights where there are some. Collective."""
@@ -380,7 +380,7 @@ def wait_until_saved(
         checkpoints.save_again()
 
 
-def save_weights_alone(checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress) -> NoReturn:
+def _save_weights_alone(checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress) -> NoReturn:
     """Save the weights without the rest, where the disk has room for them. Collective. Raises TrainingError."""
     folder, failure = checkpoints.save_weights(progress)
     view = [checkpoints.newest_step(), checkpoints.last_reason, failure]

@@ -66,7 +66,7 @@ def format_offload(device: str) -> str:
     return 'offload = "states": optimizer states and weights to be updated are in host memory, where the update runs'
 
 
-def format_metrics(valid: Mapping[str, float]) -> str:
+def _format_metrics(valid: Mapping[str, float]) -> str:
     """Measures in one line: `loss 2.031   bits per byte 2.930`."""
     return "   ".join(f"{name} {value:.4f}" for name, value in valid.items())
 
@@ -302,7 +302,7 @@ class RunLogger:
             return
         self.write_record({"step": step_number, "valid": dict(valid)})
         if self._report is not None and step_number < self._settings.steps:
-            self._report.print_message(f"step {step_number}   validation {format_metrics(valid)}")
+            self._report.print_message(f"step {step_number}   validation {_format_metrics(valid)}")
 
     def finish(self, result: RunResult) -> None:
         """Write the log's last line, and show the summary."""

@@ -87,7 +87,7 @@ def declared_settings(settings: Any) -> dict[str, Setting]:
 # ---- checks of values with rules of their own ------------------------------------------------------------------------
 
 
-def ema_problems(value: Any, name: str) -> list[Problem]:
+def _ema_problems(value: Any, name: str) -> list[Problem]:
     """Why a value is no decay of an average."""
     if argument_checks.is_real(value) and 0 < value < 1:
         return []
@@ -105,21 +105,21 @@ def json_problems(value: Any, name: str) -> list[Problem]:
     return problems
 
 
-def mode_problems(value: Any, name: str) -> list[Problem]:
+def _mode_problems(value: Any, name: str) -> list[Problem]:
     """Why a value is no way to choose the best."""
     return (
         [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
     )
 
 
-def order_problems(value: Any, name: str) -> list[Problem]:
+def _order_problems(value: Any, name: str) -> list[Problem]:
     """Why a value is no order of samples. Whether the data can have it is known when the data is open."""
     if value is None or value in ORDERS:
         return []
     return [Problem(argument_checks.format_argument(name, value), " or ".join(ORDERS), f"{name}=windowed window=4")]
 
 
-def name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:
+def _name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:
     """Why a keyword of `train` is none. `lr_words`: what the command line calls lr_WORD, and Python `rates`."""
     if name in known:
         return []
@@ -182,7 +182,7 @@ class Settings:
         type=str,
         is_optional=True,
         choices=ORDERS,
-        check=order_problems,
+        check=_order_problems,
         help="how samples are shuffled: " + ", ".join(ORDERS),
         default_text="global, or a mixture's own",
         in_identity="if given",
@@ -271,7 +271,7 @@ class Settings:
         "min",
         type=str,
         choices=MODES,
-        check=mode_problems,
+        check=_mode_problems,
         help="whether the lowest or the highest value is the best: min, max",
     )
     ema: float | None = setting(
@@ -279,7 +279,7 @@ class Settings:
         type=float,
         is_optional=True,
         above=0,
-        check=ema_problems,
+        check=_ema_problems,
         help="decay of the EMA of the weights",
         default_text="no average",
         in_identity="if given",
@@ -383,7 +383,7 @@ LR_SETTINGS = {
 def check_setting_names(given: Mapping[str, Any]) -> None:
     """Raise SettingError for every further keyword of `train` that is no setting."""
     known = [*declared_settings(Settings), "plan", "callbacks", "quiet", "report"]
-    problems = [each for name, value in given.items() for each in name_problems(name, value, known, LR_SETTINGS)]
+    problems = [each for name, value in given.items() for each in _name_problems(name, value, known, LR_SETTINGS)]
     if problems:
         raise SettingError(problems, where="the arguments of ff.train")
 

@@ -57,7 +57,7 @@ RECOMPUTES = ("none", "selective", "full")
 _T = TypeVar("_T")
 
 
-class Segments:
+class _Segments:
     """The segments of a model that is not cut, and what they own."""
 
     def __init__(self, model: nn.Module, chain: Chain) -> None:
@@ -102,7 +102,7 @@ class Segments:
         return found
 
 
-class Forwards:
+class _Forwards:
     """The forwards of alike variants. `tensor_calls`: by `recompute`, the collectives along tp of few samples."""
 
     def __init__(self, fake: FakeModel) -> None:
@@ -118,11 +118,11 @@ class Forwards:
         return self.records[FEW]
 
 
-class CountedVariant:
+class _CountedVariant:
     """The fake steps of one variant. `counting`: runs what is counted later, and says why it cannot be."""
 
     def __init__(
-        self, fake: FakeModel, forwards: Forwards, segments: Segments, counting: Callable[[Callable[[], Any]], Any]
+        self, fake: FakeModel, forwards: _Forwards, segments: _Segments, counting: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._fake, self._forwards, self._segments, self._counting = fake, forwards, segments, counting
         self._recomputes = RECOMPUTES if fake.blocks else RECOMPUTES[:1]
@@ -249,7 +249,7 @@ class TaskFacts:
         self._task = task
         self._calls = MetaCalls()
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
-        self._forwards: dict[tuple[object, ...], Forwards] = {}
+        self._forwards: dict[tuple[object, ...], _Forwards] = {}
         self._laid_out: dict[tuple[object, ...], FakeModel] = {}
         self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
         self._whole_specs: dict[TensorSpec, list[ParamSpec]] = {}
@@ -325,15 +325,15 @@ class TaskFacts:
             self._facts[key] = self._counting(key, lambda: self._count(plan, ties, key).facts())
         return self._facts[key]
 
-    def _count(self, plan: Plan, ties: Mapping[str, Sequence[str]], key: tuple[object, ...]) -> CountedVariant:
+    def _count(self, plan: Plan, ties: Mapping[str, Sequence[str]], key: tuple[object, ...]) -> _CountedVariant:
         laid_out_key = (plan.tensor_spec, plan.precision, bool(ties))
         if laid_out_key not in self._laid_out:
             self._laid_out[laid_out_key] = self._fake_model(plan, ties)
         fake = self._laid_out[laid_out_key]._replace(plan=plan)
         alike = (plan.tensor_spec._replace(ulysses=1), plan.precision, bool(ties), plan.sp, fake.tokens_of_rank)
         if alike not in self._forwards:
-            self._forwards[alike] = Forwards(fake)
-        return CountedVariant(fake, self._forwards[alike], self._segments, functools.partial(self._counting, key))
+            self._forwards[alike] = _Forwards(fake)
+        return _CountedVariant(fake, self._forwards[alike], self._segments, functools.partial(self._counting, key))
 
     def _counting(self, key: tuple[object, ...], count: Callable[[], _T]) -> _T:
         """What is counted of a variant. Raises PlanError or TaskError; a variant that is refused stays refused."""
@@ -350,8 +350,8 @@ class TaskFacts:
             raise PlanError(error.problems, where="the plan") from error
 
     @cached_property
-    def _segments(self) -> Segments:
-        return Segments(self._model, self._chain)
+    def _segments(self) -> _Segments:
+        return _Segments(self._model, self._chain)
 
     @cached_property
     def _ties(self) -> dict[str, list[str]]:

@@ -158,7 +158,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{1000 * seconds:g} ms"
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
+def _percentile(values: Sequence[float], fraction: float) -> float:
     """The value below or at which this fraction of the values is; 0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, math.ceil(fraction * len(ordered)) - 1))] if ordered else 0.0
@@ -166,7 +166,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 def waits_json(waits: Sequence[float]) -> dict[str, Any]:
     """The waits in short."""
-    short = {f"p{percent}": percentile(waits, percent / 100) for percent in (50, 99, 100)}
+    short = {f"p{percent}": _percentile(waits, percent / 100) for percent in (50, 99, 100)}
     return {**short, "histogram": dict(histogram(waits))}
 
 
@@ -222,7 +222,7 @@ def _figures(window: Window) -> tuple[str, str, str]:
 
 
 def _wait_cells(waits: Sequence[float]) -> tuple[str, str, str]:
-    p50, p99, longest = (milliseconds(percentile(waits, fraction)) for fraction in (0.5, 0.99, 1.0))
+    p50, p99, longest = (milliseconds(_percentile(waits, fraction)) for fraction in (0.5, 0.99, 1.0))
     return p50, p99, longest
 
 

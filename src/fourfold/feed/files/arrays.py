@@ -81,13 +81,13 @@ def parse_npy(content: bytes) -> np.ndarray:
     return read_npy(io.BytesIO(content), len(content))
 
 
-def read_npy_file(path: str, kinds: str = NUMBERS) -> np.ndarray:
+def _read_npy_file(path: str, kinds: str = NUMBERS) -> np.ndarray:
     """The array of a .npy file."""
     with open(path, "rb") as file:
         return read_npy(file, os.fstat(file.fileno()).st_size, kinds)
 
 
-def map_npy(path: str, kinds: str = NUMBERS) -> np.ndarray:
+def _map_npy(path: str, kinds: str = NUMBERS) -> np.ndarray:
     """The array of a .npy file, mapped: it is read as it is used."""
     with open(path, "rb") as file:
         read_npy_head(file, os.fstat(file.fileno()).st_size, kinds)
@@ -143,7 +143,7 @@ class ArrayRows:
             if is_npz(self._path):
                 self._arrays = read_npz(self._path, NOT_OBJECTS)
             else:
-                self._arrays = {LONE: map_npy(self._path, NOT_OBJECTS)}
+                self._arrays = {LONE: _map_npy(self._path, NOT_OBJECTS)}
         except UNREADABLE as error:
             problem = Problem(f"{self._path}: {_reason(error)}", "arrays that can be read without a pickle")
             raise DataError(problem, where=self._path) from error
@@ -178,7 +178,9 @@ class ArrayFiles:
     def __getitem__(self, index: int, /) -> Any:
         path = self._listing.path(index)
         try:
-            return _as_sample(read_npz(path, NOT_OBJECTS) if is_npz(path) else {LONE: read_npy_file(path, NOT_OBJECTS)})
+            return _as_sample(
+                read_npz(path, NOT_OBJECTS) if is_npz(path) else {LONE: _read_npy_file(path, NOT_OBJECTS)}
+            )
         except UNREADABLE as error:
             raise DamagedSample(path, _reason(error)) from error
 

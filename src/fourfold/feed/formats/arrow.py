@@ -83,7 +83,7 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> list[str]:
+def _choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> list[str]:
     """The names of the wanted columns. Raises DataError for those that are missing, or of types that cannot be read."""
     problems = argument_checks.unknown_name_problems("column", wanted or (), schema.names)
     names = [name for name in schema.names if wanted is None or name in wanted]
@@ -116,13 +116,13 @@ def _is_readable(kind: Any) -> bool:
     )
 
 
-def type_text(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     """What a type is to a sample: the same text for types that differ in how they are stored, or may be null."""
     if _is_list(kind := _plain(kind)):
-        return f"list<{type_text(kind.value_type)}>"
+        return f"list<{_type_text(kind.value_type)}>"
     if pyarrow().types.is_struct(kind):
         fields = (kind.field(number) for number in range(kind.num_fields))
-        return f"struct<{', '.join(f'{field.name} {type_text(field.type)}' for field in fields)}>"
+        return f"struct<{', '.join(f'{field.name} {_type_text(field.type)}' for field in fields)}>"
     return "string" if _is_text(kind) else "binary" if _is_bytes(kind) else str(kind)
 
 
@@ -148,7 +148,7 @@ def _is_bytes(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def image_columns(schema: Any) -> frozenset[str]:
+def _image_columns(schema: Any) -> frozenset[str]:
     """The columns that Hugging Face's `datasets` has written as images."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
@@ -157,18 +157,18 @@ def image_columns(schema: Any) -> frozenset[str]:
         return frozenset()  # somebody else's metadata
 
 
-def rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+def _rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
     """The rows of a table. Raises ValueError for nulls and damaged text."""
     columns = {}
     for name in table.column_names:
-        values = column_values(table.column(name).combine_chunks(), name)
+        values = _column_values(table.column(name).combine_chunks(), name)
         if name in images:  # as the metadata say, which may lie
             values = [EncodedImage(value) if isinstance(value, bytes) else value for value in values]
         columns[name] = values
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def column_values(column: Any, name: str) -> list[Any]:
+def _column_values(column: Any, name: str) -> list[Any]:
     """The values of a pyarrow array: arrays of no dim for numbers, arrays for lists of them."""
     types, column = pyarrow().types, _decoded(column)
     if column.null_count:
@@ -177,8 +177,8 @@ def column_values(column: Any, name: str) -> list[Any]:
         fields = {field.name: column.field(number) for number, field in enumerate(column.type)}
         if set(fields) == FILE_FIELDS:
             # An image or a sound of `datasets`. Its path, which may be a URL, is not read: only what is in the table.
-            return column_values(fields["bytes"], f"{name}.bytes")
-        values = {each: column_values(part, f"{name}.{each}") for each, part in fields.items()}
+            return _column_values(fields["bytes"], f"{name}.bytes")
+        values = {each: _column_values(part, f"{name}.{each}") for each, part in fields.items()}
         return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     if _is_list(column.type):
         return [_list_value(column[row].values, name) for row in range(len(column))]
@@ -213,7 +213,7 @@ def _list_value(values: Any, name: str) -> Any:
             return np.stack(parts)
         return parts
     if pyarrow().types.is_struct(values.type) or _is_text(values.type) or _is_bytes(values.type):
-        return column_values(values, name)
+        return _column_values(values, name)
     return np.array(values.to_numpy(zero_copy_only=False))
 
 
@@ -268,14 +268,14 @@ def _root(content: memoryview) -> _Table:
     return _Table(content, _number(content, 0, 4))
 
 
-def stream_batches(mapped: Any) -> Iterator[Batch]:
+def _stream_batches(mapped: Any) -> Iterator[Batch]:
     """The batches of a stream. Raises ValueError or pyarrow's errors if it is damaged."""
     for message in pyarrow().ipc.MessageReader.open_stream(mapped):
         if message.type != "schema":
             yield _batch(message)
 
 
-def file_batches(mapped: Any) -> Iterator[Batch]:
+def _file_batches(mapped: Any) -> Iterator[Batch]:
     """The batches of a file whose footer pyarrow has read. Raises ValueError or pyarrow's errors if it is damaged."""
     content = memoryview(mapped)
     length = _number(content, len(content) - TRAILER, 4)
@@ -338,7 +338,7 @@ class _Parquet:
             if not 0 <= group.num_rows <= MAX_ROWS or not 0 <= group.total_byte_size <= MAX_RATIO * size + 2**20:
                 raise ValueError(f"row group {number} of {group.num_rows} rows and {group.total_byte_size} bytes")
         self.sizes = [group.num_rows for group in groups]
-        self.columns = choose_columns(self.schema, columns, path)
+        self.columns = _choose_columns(self.schema, columns, path)
 
     def _chunks(self, number: int) -> dict[str, list[Any]]:
         """By wanted column, what a row group says of it, or of its parts."""
@@ -395,8 +395,8 @@ class _ArrowFile:
         mapped = library.memory_map(path).read_buffer()
         self._file = library.ipc.open_file(mapped)
         self.schema = self._file.schema
-        self.columns = choose_columns(self.schema, columns, path)
-        found = list(file_batches(mapped))
+        self.columns = _choose_columns(self.schema, columns, path)
+        found = list(_file_batches(mapped))
         check_fits(sum(each.num_bytes for each in found if each.is_dictionary), "dictionaries")
         self._batches = [each for each in found if not each.is_dictionary]
         self.sizes = [each.num_rows for each in self._batches]
@@ -415,7 +415,7 @@ class _ArrowStream:
     def __init__(self, path: str, columns: Sequence[str] | None) -> None:
         library = pyarrow()
         mapped = library.memory_map(path).read_buffer()
-        if sum(each.num_bytes for each in stream_batches(mapped)) > MAX_STREAM_BYTES:
+        if sum(each.num_bytes for each in _stream_batches(mapped)) > MAX_STREAM_BYTES:
             problem = Problem(
                 f"{path}: a compressed stream, of more than {MAX_STREAM_BYTES} bytes in memory",
                 "an Arrow file, whose batches can be read one by one",
@@ -424,7 +424,7 @@ class _ArrowStream:
             raise DataError(problem, where=path)
         reader = library.ipc.open_stream(mapped)
         self.schema = reader.schema
-        self.columns = choose_columns(self.schema, columns, path)
+        self.columns = _choose_columns(self.schema, columns, path)
         self._batches = list(reader)
         self.sizes = [batch.num_rows for batch in self._batches]
 
@@ -461,7 +461,7 @@ class TableRows:
 
     def _start(self) -> None:
         self._files = [_open(path, self._wanted) for path in self._paths]
-        types = [{name: type_text(file.schema.field(name).type) for name in file.columns} for file in self._files]
+        types = [{name: _type_text(file.schema.field(name).type) for name in file.columns} for file in self._files]
         self.field_names = self._files[0].columns
         for path, file, found in zip(self._paths, self._files, types, strict=True):
             if differ := [name for name in {**types[0], **found} if found.get(name) != types[0].get(name)]:
@@ -469,7 +469,7 @@ class TableRows:
                 attempt = "a folder for each, or columns= without them"
                 raise DataError(Problem(f"{path}: {_summary(found, differ)}", need, attempt), where=self.name)
             file.columns = self.field_names
-        self._images = image_columns(self._files[0].schema)
+        self._images = _image_columns(self._files[0].schema)
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
         self._parts = Unpacked[Any]()
@@ -493,7 +493,7 @@ class TableRows:
             start = self._ends[file][number - 1] if number else 0
             with as_value_error():
                 table = self._part(file, number).take([records[place] - start for place in places])
-                for place, row in zip(places, rows_of(table, self._images), strict=True):
+                for place, row in zip(places, _rows_of(table, self._images), strict=True):
                     found[place] = row
         return found
 

@@ -39,7 +39,7 @@ from fourfold.words.errors import DataError, Problem
 LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
 
 
-def check_compression(text: Any) -> str:
+def _check_compression(text: Any) -> str:
     """The algorithm of `zstd:7`. Raises ValueError for one that cannot be read, DataError if its library is missing."""
     name = text.partition(":")[0] if isinstance(text, str) else repr(text)
     if name not in READERS:
@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[io.BytesIO], Any]] = {
 }
 
 
-class UnpackedFiles:
+class _UnpackedFiles:
     """The contents of compressed files."""
 
     def __init__(self, files: PositionedFiles) -> None:
@@ -75,14 +75,14 @@ class UnpackedFiles:
         """Bytes of the unpacked file. Raises ValueError if it is damaged or has not got them."""
         size = self._files.sizes[file]
         content = self._unpacked.get(
-            file, size + num_bytes, lambda: unpack(self._files.read(file, 0, size), compression, num_bytes)
+            file, size + num_bytes, lambda: _unpack(self._files.read(file, 0, size), compression, num_bytes)
         )
         if offset + length > len(content):
             raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
         return content[offset : offset + length]
 
 
-def unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
+def _unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
     """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
     if num_bytes > max(LEAST_BYTES, MAX_RATIO * len(packed)):
         raise ValueError(f"{num_bytes} bytes by {compression} from {len(packed)}")
@@ -118,14 +118,14 @@ CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}  # of Pillow's modes
 MAX_DIMS = 64
 
 
-class Encoding(NamedTuple):
+class _Encoding(NamedTuple):
     """How a column's values are read. `size`: of each in bytes; None: it differs."""
 
     decode: Callable[[bytes], Any]
     size: int | None = None
 
 
-def parse_encoding(text: str) -> Encoding:
+def parse_encoding(text: str) -> _Encoding:
     """The encoding of this name. Raises ValueError if it is unknown, or cannot be read here."""
     name, _, config = text.partition(":")
     if name == "ndarray":
@@ -134,7 +134,7 @@ def parse_encoding(text: str) -> Encoding:
         raise ValueError("a pickle, which is never read")
     if not config and name in SCALARS:
         dtype = np.dtype(name).newbyteorder("<")
-        return Encoding(lambda content: _array(content, dtype, ()), dtype.itemsize)
+        return _Encoding(lambda content: _array(content, dtype, ()), dtype.itemsize)
     if config or name not in DECODERS:
         raise ValueError(f"encoding {text[:60]!r}, not one of {', '.join([*DECODERS, 'ndarray'])} or a number")
     return DECODERS[name]
@@ -146,7 +146,7 @@ def _array(content: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...])
     return np.frombuffer(content, dtype=dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _ndarray(config: str) -> Encoding:
+def _ndarray(config: str) -> _Encoding:
     dtype_text, _, shape_text = config.partition(":")
     if dtype_text and dtype_text not in SCALARS:
         raise ValueError(f"ndarray of {dtype_text[:60]!r}")
@@ -174,7 +174,7 @@ def _ndarray(config: str) -> Encoding:
         return _array(memoryview(content)[at:], own_dtype, own_shape)
 
     fixed = dtype is not None and shape is not None
-    return Encoding(decode, math.prod(shape) * dtype.itemsize if fixed else None)  # type: ignore[arg-type,union-attr]
+    return _Encoding(decode, math.prod(shape) * dtype.itemsize if fixed else None)  # type: ignore[arg-type,union-attr]
 
 
 def _int64(content: bytes) -> np.ndarray:
@@ -201,16 +201,16 @@ def _pil(content: bytes) -> np.ndarray:
 
 
 DECODERS = {
-    "bytes": Encoding(bytes),
-    "str": Encoding(lambda content: content.decode()),
-    "int": Encoding(_int64, 8),
-    "str_int": Encoding(_whole_number),
-    "str_float": Encoding(lambda content: float(content.decode())),
-    "str_decimal": Encoding(lambda content: content.decode()),
-    "json": Encoding(parse_json),
-    "jpeg": Encoding(EncodedImage),
-    "png": Encoding(EncodedImage),
-    "pil": Encoding(_pil),
+    "bytes": _Encoding(bytes),
+    "str": _Encoding(lambda content: content.decode()),
+    "int": _Encoding(_int64, 8),
+    "str_int": _Encoding(_whole_number),
+    "str_float": _Encoding(lambda content: float(content.decode())),
+    "str_decimal": _Encoding(lambda content: content.decode()),
+    "json": _Encoding(parse_json),
+    "jpeg": _Encoding(EncodedImage),
+    "png": _Encoding(EncodedImage),
+    "pil": _Encoding(_pil),
 }
 
 
@@ -235,7 +235,7 @@ class Columns(NamedTuple):
     """The columns of samples: their names and encodings; `decoded`: which of them are wanted."""
 
     names: tuple[str, ...]
-    encodings: tuple[Encoding, ...]
+    encodings: tuple[_Encoding, ...]
     decoded: tuple[bool, ...]
 
 
@@ -251,7 +251,7 @@ class MDS:
         self.shard_sizes = [shard.num_samples for shard in self._shards]
         plain = [shard.packed[0] if shard.packed else shard.path for shard in self._shards]
         self._files = PositionedFiles(plain)
-        self._unpacked = UnpackedFiles(self._files)
+        self._unpacked = _UnpackedFiles(self._files)
         for number, shard in enumerate(self._shards):
             if shard.packed is None:
                 self._check(number, shard)
@@ -358,7 +358,7 @@ def _columns_of(shards: Sequence[dict[str, Any]], wanted: Sequence[str] | None, 
     encodings = []
     for name, text, size in zip(names, texts, sizes, strict=True):
         try:
-            encoding = Encoding(bytes, size if isinstance(size, int) else None)
+            encoding = _Encoding(bytes, size if isinstance(size, int) else None)
             if name not in unwanted:
                 encoding = parse_encoding(text)
             if encoding.size != (size or None) or (encoding.size or 0) < 0:
@@ -383,7 +383,7 @@ def _shard_of(folder: Path, number: int, found: dict[str, Any]) -> Shard:
             raise ValueError(f"{num_samples!r} samples in {num_bytes} bytes")
         packed = None
         if compression is not None and not os.path.exists(path):
-            packed = str(_file_of(folder, found["zip_data"])[0]), check_compression(compression)
+            packed = str(_file_of(folder, found["zip_data"])[0]), _check_compression(compression)
     except (ValueError, KeyError, TypeError) as error:
         got = f"shard {number}: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(Problem(got, NEED), where=str(folder / INDEX_FILE)) from error

@@ -52,7 +52,7 @@ HUGE_PAGE = 2**21
 MAX_FREE = 8  # of one size; a feed holds a few batches at a time
 
 
-class BufferPool:
+class _BufferPool:
     """Buffers by size. Safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class BufferPool:
         return torch.from_numpy(array)[:num_bytes]
 
 
-class PinnedBuffers:
+class _PinnedBuffers:
     """Buffers in pinned memory, from which copies to a GPU overlap with its work. torch keeps them for further use."""
 
     def lend(self, num_bytes: int) -> Tensor:
@@ -101,7 +101,7 @@ def _new(size: int) -> mmap.mmap:
 log = logging.getLogger("fourfold")
 
 
-class CopiedShard:
+class _CopiedShard:
     """A shard of which this node has a copy. It is not evicted while something refers to this."""
 
     def __init__(self, number: int, copy: StagedFile) -> None:
@@ -114,7 +114,7 @@ class CopiedShard:
         self._copy.close()
 
 
-class OriginShard:
+class _OriginShard:
     """A shard without a copy."""
 
     def __init__(self, number: int, origin: Origin) -> None:
@@ -130,10 +130,10 @@ class OriginShard:
         return length
 
 
-class StagedBatches:
+class _StagedBatches:
     """Batches of which the shards are copied."""
 
-    def __init__(self, place: "StagedPlace", stager: Stager) -> None:
+    def __init__(self, place: "_StagedPlace", stager: Stager) -> None:
         self._place, self._stager = place, stager
 
     def advance(self) -> None:
@@ -143,7 +143,7 @@ class StagedBatches:
         self._place.end(self._stager)
 
 
-class StagedPlace:
+class _StagedPlace:
     """The files of a pack at an origin."""
 
     def __init__(self, origin: Origin, cache: str | os.PathLike[str], cache_bytes: int) -> None:
@@ -161,23 +161,23 @@ class StagedPlace:
         self._lock, self._process = threading.Lock(), os.getpid()
         self.index = self._open_index()
 
-    def open(self, shard: int) -> CopiedShard | OriginShard:
+    def open(self, shard: int) -> _CopiedShard | _OriginShard:
         """The shard's copy, or the shard at the origin. Waits for a copy that is being made."""
         if self._process == os.getpid():  # the stager's threads do not survive a fork
             for stager in self._stagers:
                 # Opened again: what a stager holds may be closed while it is read.
                 if (held := stager.open(shard)) is not None:
-                    return CopiedShard(shard, held)
+                    return _CopiedShard(shard, held)
         copy = self._cache.open(self._shards[shard])
-        return OriginShard(shard, self._origin) if copy is None else CopiedShard(shard, copy)
+        return _OriginShard(shard, self._origin) if copy is None else _CopiedShard(shard, copy)
 
-    def expect(self, batches: Iterable[Sequence[int]]) -> "StagedBatches":
+    def expect(self, batches: Iterable[Sequence[int]]) -> "_StagedBatches":
         """Copy the shards of these batches, ahead of them."""
         stager = Stager(self._origin, self._shards, self._cache)
         with self._lock:
             self._stagers += (stager,)
         stager.expect(batches)
-        return StagedBatches(self, stager)
+        return _StagedBatches(self, stager)
 
     def end(self, stager: Stager) -> None:
         """Give up the copies that a stager holds."""
@@ -245,7 +245,7 @@ class Pack:
         self._cache = None if cache is None else os.path.abspath(cache), cache_bytes
         self._files = PackFiles(_open_place(self._path, *self._cache))
         self._images = images
-        self._buffers: BufferPool | PinnedBuffers = BufferPool()
+        self._buffers: _BufferPool | _PinnedBuffers = _BufferPool()
         self._codec = Codec() if self.manifest.compression == "zstd" else None
         self._pool: ThreadPoolExecutor | None = None
         self._pool_process = 0
@@ -278,7 +278,7 @@ class Pack:
 
     def pin_buffers(self) -> None:
         """From now on, read records into pinned memory: a feed whose batches go to a GPU says so."""
-        self._buffers = PinnedBuffers()
+        self._buffers = _PinnedBuffers()
 
     def sample_key(self, index: int) -> str:
         """The file and the record of a sample."""
@@ -370,7 +370,7 @@ class Pack:
 def _open_place(path: str, cache: str | None, cache_bytes: int | None) -> PackPlace:
     if cache is None or cache_bytes is None:
         return LocalPlace(path)
-    return StagedPlace(open_origin(path), cache, cache_bytes)
+    return _StagedPlace(open_origin(path), cache, cache_bytes)
 
 
 def _zip(batch: Sequence[Tensor], schema: Schema) -> Any:

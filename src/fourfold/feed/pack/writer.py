@@ -38,7 +38,7 @@ from fourfold.words.noop import noop
 PLAN_FILE = "packing.json"
 
 
-class PackingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PackingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a source is packed.
 
     num_samples        None: not known before the source has ended
@@ -68,14 +68,14 @@ class PackingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return range(start, min(start + self.samples_per_shard, self.num_samples))
 
 
-def agree(plan: PackingPlan, folder: Path) -> PackingPlan:
+def _agree(plan: _PackingPlan, folder: Path) -> _PackingPlan:
     """The plan in the folder of the packing, or this one, which is put there. Raises DataError if they differ."""
     path = folder / PLAN_FILE
     if not path.exists():
         write_atomically(path, msgspec.json.encode(plan), durable=True)
         return plan
     try:
-        begun = msgspec.json.decode(path.read_bytes(), type=PackingPlan)
+        begun = msgspec.json.decode(path.read_bytes(), type=_PackingPlan)
     except msgspec.MsgspecError as error:
         problem = Problem(f"{path}: {error}", "the plan of a packing", f"rm -r {folder}, to begin again")
         raise DataError(problem) from None
@@ -84,8 +84,8 @@ def agree(plan: PackingPlan, folder: Path) -> PackingPlan:
     return begun
 
 
-def _differences(begun: PackingPlan, plan: PackingPlan) -> Iterator[str]:
-    for name in PackingPlan.__struct_fields__:
+def _differences(begun: _PackingPlan, plan: _PackingPlan) -> Iterator[str]:
+    for name in _PackingPlan.__struct_fields__:
         before, now = getattr(begun, name), getattr(plan, name)
         if before != now and name == "schema":
             before, now = (", ".join(f"{each.name} {each.describe()}" for each in it.fields) for it in (before, now))
@@ -93,7 +93,7 @@ def _differences(begun: PackingPlan, plan: PackingPlan) -> Iterator[str]:
             yield f"{name} = {str(before)[:80]} then, {str(now)[:80]} now"
 
 
-def fingerprint_of(samples: Sequence[Any], schema: Schema, num_samples: int | None) -> str:
+def _fingerprint_of(samples: Sequence[Any], schema: Schema, num_samples: int | None) -> str:
     """A digest of some samples and of how many there are: by it a packing that goes on knows its source again."""
     digest, encoder = xxhash.xxh3_128(str(num_samples).encode()), Encoder(schema)
     for number, sample in enumerate(samples):
@@ -108,7 +108,7 @@ def fingerprint_of(samples: Sequence[Any], schema: Schema, num_samples: int | No
 Progress = Callable[[int, int], Any]
 
 
-class Numbered(NamedTuple):
+class _Numbered(NamedTuple):
     """A source whose samples can be read in any order; a source's own `pack_sample` reads what is to be stored."""
 
     source: Any
@@ -121,7 +121,7 @@ class Numbered(NamedTuple):
         return name(number) if name is not None else f"sample {number}"
 
 
-def read_sample(numbered: Numbered, number: int) -> Any:
+def _read_sample(numbered: _Numbered, number: int) -> Any:
     """What is to be stored of a sample. Raises DataError, with its key, if the source raises."""
     try:
         return numbered.read(number)
@@ -131,7 +131,7 @@ def read_sample(numbered: Numbered, number: int) -> Any:
         raise _unreadable(numbered.key(number), error) from error
 
 
-def named_errors(samples: Iterator[Any], number: int = 0) -> Iterator[Any]:
+def _named_errors(samples: Iterator[Any], number: int = 0) -> Iterator[Any]:
     """The samples of an iterable; `number`: of the first. Raises DataError, with the sample, if the iterable raises."""
     while True:
         try:
@@ -154,7 +154,7 @@ def _unreadable(key: str, error: Exception) -> DataError:
 class _RecordWriter:
     """Samples to the records of shards."""
 
-    def __init__(self, folder: Path, plan: PackingPlan) -> None:
+    def __init__(self, folder: Path, plan: _PackingPlan) -> None:
         self._folder, self._plan, self._encoder = folder, plan, Encoder(plan.schema)
         self._codec = Codec() if plan.compression == "zstd" else None
 
@@ -169,8 +169,8 @@ class _RecordWriter:
         writer.add(parts, record_bytes)
 
 
-def pack_numbered(
-    folder: Path, plan: PackingPlan, samples: Numbered, threads: int, progress: Progress
+def _pack_numbered(
+    folder: Path, plan: _PackingPlan, samples: _Numbered, threads: int, progress: Progress
 ) -> tuple[list[WrittenShard], int]:
     records, resumed = _RecordWriter(folder, plan), 0
     stopped: list[bool] = []
@@ -182,7 +182,7 @@ def pack_numbered(
             for index in plan.samples_of(number):
                 if stopped:
                     raise InterruptedError(f"shard {number}")
-                records.add(writer, read_sample(samples, index), samples.key(index))
+                records.add(writer, _read_sample(samples, index), samples.key(index))
                 progress(1, writer.num_bytes - before)
                 before = writer.num_bytes
             return writer.commit()
@@ -207,8 +207,8 @@ def pack_numbered(
     return [shards[number] for number in range(plan.num_shards)], resumed
 
 
-def pack_stream(
-    folder: Path, plan: PackingPlan, samples: Iterator[Any], progress: Progress
+def _pack_stream(
+    folder: Path, plan: _PackingPlan, samples: Iterator[Any], progress: Progress
 ) -> tuple[list[WrittenShard], int]:
     shards: list[WrittenShard] = []
     while (found := read_note(folder, len(shards))) is not None:
@@ -352,28 +352,28 @@ def _pack_into(
 ) -> _Done:
     shard_bytes, threads, compression, variable = options
     probed, samples = _probe(source)
-    is_numbered = isinstance(samples, Numbered)
+    is_numbered = isinstance(samples, _Numbered)
     schema = with_variable(_schema_of(source, probed), variable)
-    plan = agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
-    if isinstance(samples, Numbered):
-        shards, num_resumed = pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
+    plan = _agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
+    if isinstance(samples, _Numbered):
+        shards, num_resumed = _pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
     else:
-        shards, num_resumed = pack_stream(folder, plan, samples, progress)
+        shards, num_resumed = _pack_stream(folder, plan, samples, progress)
     return _Done(_finish(folder, plan, shards), num_resumed)
 
 
-def _probe(source: Any) -> tuple[dict[str, Any], Numbered | Iterator[Any]]:
+def _probe(source: Any) -> tuple[dict[str, Any], _Numbered | Iterator[Any]]:
     """Some samples by their keys, and all of them."""
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, dict | str | bytes):
-        length, numbered = len(source), Numbered(source)
+        length, numbered = len(source), _Numbered(source)
         numbers = sorted({index * length // NUM_PROBED for index in range(NUM_PROBED)}) if length else []
-        probed = {numbered.key(number): read_sample(numbered, number) for number in numbers}
-        samples: Numbered | Iterator[Any] = numbered
+        probed = {numbered.key(number): _read_sample(numbered, number) for number in numbers}
+        samples: _Numbered | Iterator[Any] = numbered
     elif isinstance(source, Iterable) and not isinstance(source, dict | str | bytes):
         rest = iter(source)
-        first = list(itertools.islice(named_errors(rest), NUM_PROBED))
+        first = list(itertools.islice(_named_errors(rest), NUM_PROBED))
         probed = {f"sample {number}": sample for number, sample in enumerate(first)}
-        samples = itertools.chain(first, named_errors(rest, len(first)))
+        samples = itertools.chain(first, _named_errors(rest, len(first)))
     else:
         need = "len(source) and source[i], or an iterable of samples"
         raise DataError(Problem(f"a {type(source).__name__}", need), where="the source to pack")
@@ -400,14 +400,14 @@ def _schema_of(source: Any, probed: dict[str, Any]) -> Schema:
 
 def _make_plan(
     source: Any, schema: Schema, probed: dict[str, Any], is_numbered: bool, options: tuple[int, Compression]
-) -> PackingPlan:
+) -> _PackingPlan:
     encoder, (shard_bytes, compression) = Encoder(schema), options
     sizes = [sum(map(len, encoder.encode(sample, key))) for key, sample in probed.items()]
     mean = sum(sizes) / len(sizes)
     alignment = layout.alignment_for(mean)
     num_samples = len(source) if is_numbered else None
     stored = max(1.0, mean + alignment / 2 if schema.record_bytes is None else mean + -mean % alignment)
-    return PackingPlan(
+    return _PackingPlan(
         schema=schema,
         alignment=alignment,
         compression=compression,
@@ -415,7 +415,7 @@ def _make_plan(
         num_samples=num_samples,
         samples_per_shard=max(1, int(shard_bytes / stored)) if is_numbered else None,
         source=_name_of(source),
-        fingerprint=fingerprint_of(list(probed.values()), schema, num_samples),
+        fingerprint=_fingerprint_of(list(probed.values()), schema, num_samples),
     )
 
 
@@ -424,7 +424,7 @@ def _name_of(source: Any) -> str:
     return name if isinstance(name, str) else type(source).__name__
 
 
-def _finish(folder: Path, plan: PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
+def _finish(folder: Path, plan: _PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
     """Write index and manifest."""
     digest = xxhash.xxh3_128()
     index = folder / layout.INDEX_FILE

@@ -74,18 +74,18 @@ INSTALL = "pip install 'fourfold[postgres]'"
 
 def open_database(url: str, query: str, key: str) -> Database:
     """The database at `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raises DataError if it has no such query."""
-    query = as_subquery(query)
+    query = _as_subquery(query)
     scheme = url.partition("://")[0]
     if scheme == "sqlite":
-        return SqliteDatabase(url, query, key)
+        return _SqliteDatabase(url, query, key)
     if scheme in ("postgresql", "postgres"):
-        return PostgresDatabase(url, query, key)
+        return _PostgresDatabase(url, query, key)
     need = "sqlite:///FILE or postgresql://USER@HOST/NAME"
     attempt = f"sqlite:///{os.path.abspath(url)}" if os.path.isfile(url) else ""
     raise DataError(Problem(without_password(url) or repr(url), need, attempt), where="ff.sql")
 
 
-def as_subquery(query: str) -> str:
+def _as_subquery(query: str) -> str:
     """A query in brackets, without the semicolons at its end. A comment at its end stops before the bracket."""
     semicolons = list[int]()
     for token in TOKENS.finditer(query):
@@ -97,7 +97,7 @@ def as_subquery(query: str) -> str:
     return f"({''.join(kept)}\n)"
 
 
-class SqliteDatabase:
+class _SqliteDatabase:
     """A file of SQLite, opened to read only."""
 
     def __init__(self, url: str, query: str, key: str) -> None:
@@ -162,7 +162,7 @@ def _text_or_bytes(content: bytes) -> str | bytes:
         return content
 
 
-class PostgresDatabase:
+class _PostgresDatabase:
     """A server of PostgreSQL, by psycopg; the connection is in a read-only mode."""
 
     def __init__(self, url: str, query: str, key: str) -> None:
