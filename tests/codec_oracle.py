@@ -24,8 +24,7 @@ from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model
 from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.weights import trainable_parameters
-from fourfold.testing.codecs import simulate_reduce
-from fourfold.testing.oracle import TrainingResult
+from fourfold.testing.oracle import TrainingResult, simulate_reduce
 from tests.cases import TENSOR_RULES, Case, batches, local_batch, loss, model, optimizer
 
 

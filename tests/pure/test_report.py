@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fourfold.plan.plan import Plan
 from fourfold.plan.trace_file import Event, Trace, encode_trace
 from fourfold.report import charts, html_page, page, run_record, step_timeline, svg
-from fourfold.report.key_figures import key_figures
+from fourfold.report.page import key_figures
 from fourfold.report.style import CSS
 from fourfold.step.metrics import Metrics
 from fourfold.trainer import progress

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.report import key_figures, page, run_record
+from fourfold.report import page, run_record
 from fourfold.report.cards import MemoryRecord, memory_card
-from fourfold.report.key_figures import Figure
+from fourfold.report.page import Figure
 from fourfold.report.svg import Series, line_figure
 from tests.browser import Tab, needs_browser, open_tab
 from tests.pure.test_report import NASTY, make_run, parse_html, visible_text
@@ -142,7 +142,7 @@ def test_a_figure_holds_the_values_that_it_draws(points, name):
     ("word error", "lower"), ("f1", "higher"), ("temperature", ""), ("accuracy loss", ""), ("glossary", ""),
 ])  # fmt: skip
 def test_a_measure_s_better_direction_follows_from_its_words(measure, better):
-    assert key_figures.better_direction(measure) == better
+    assert page.better_direction(measure) == better
 
 
 def figures(better: Any, values: list[float | None]) -> list[Figure | None]:
@@ -150,11 +150,11 @@ def figures(better: Any, values: list[float | None]) -> list[Figure | None]:
 
 
 def test_the_best_of_a_row_is_marked_only_where_it_can_be_said():
-    assert key_figures.best_indices(figures("lower", [2.0, 1.0, None, 1.0])) == {1, 3}
-    assert key_figures.best_indices(figures("higher", [2.0, 1.0, float("nan")])) == {0}
-    assert key_figures.best_indices(figures("", [2.0, 1.0])) == set()
-    assert key_figures.best_indices(figures("lower", [1.0, 1.0])) == set()
-    assert key_figures.best_indices(figures("lower", [1.0, None])) == set()
+    assert page.best_indices(figures("lower", [2.0, 1.0, None, 1.0])) == {1, 3}
+    assert page.best_indices(figures("higher", [2.0, 1.0, float("nan")])) == {0}
+    assert page.best_indices(figures("", [2.0, 1.0])) == set()
+    assert page.best_indices(figures("lower", [1.0, 1.0])) == set()
+    assert page.best_indices(figures("lower", [1.0, None])) == set()
 
 
 def test_a_comparison_shows_what_differs_first_then_final_values_then_a_curve_of_each_run(tmp_path):

@@ -16,7 +16,7 @@ from fourfold.parts.codec.sparse import kth_largest
 from fourfold.parts.codec.topk import TopK
 from fourfold.parts.tensor_reader import MemoryReader
 from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
-from fourfold.testing.codecs import simulate_reduce
+from fourfold.testing.oracle import simulate_reduce
 from tests.pure.test_codec import bucket_of
 
 STATEFUL = [kind for kind, row in CODECS.items() if row.remembers]

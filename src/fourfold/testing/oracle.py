@@ -1,6 +1,9 @@
 """The oracle: the same training in one process, in plain torch. Slow and obvious, and every mesh must equal it.
 
-Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64.
+So are the codec runs of all ranks in one process, one message after the other, without a network.
+
+Law: |a − b| ≤ 1e-9 · max(1, |b|) in float64. What a transport makes of a bucket's messages is what `simulate_reduce`
+makes of them.
 """
 
 import math
@@ -10,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.parts.codec.protocol import Codec, Message
+from fourfold.plan.codec import Combine
 from fourfold.step.loss_sum import sum_loss
 from fourfold.step.model_call import call_model
 from fourfold.step.train_step import TrainStep
+
+# ---- a training ------------------------------------------------------------------------------------------------------
+
 
 TOLERANCE = 1e-9
 
@@ -81,3 +89,30 @@ def snapshot(step: TrainStep, losses: Sequence[float], grad_norms: Sequence[floa
         weights |= {name: whole[name] for name in frozen_shards}
     norms = [norm for norm in grad_norms if norm is not None]
     return TrainingResult(list(losses), norms, {name: p.detach().clone() for name, p in weights.items()})
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def simulate_reduce(codecs: Sequence[Codec], flats: Sequence[Tensor]) -> list[Message]:
+    """Reduce the ranks' addends [length] of one bucket in place, adding in rank order; returns rank 0's messages."""
+    runs = [codec.reduce(flat) for codec, flat in zip(codecs, flats, strict=True)]
+    messages = [next(run) for run in runs]
+    sent = []
+    while True:
+        first = messages[0]
+        assert all((each.combine, len(each.payload)) == (first.combine, len(first.payload)) for each in messages)
+        sent.append(Message(first.payload.clone(), first.combine))
+        payloads = [each.payload.clone() for each in messages]
+        if first.combine is Combine.SUM:
+            for payload in payloads[1:]:
+                payloads[0] += payload
+            payloads = payloads[:1]
+        messages = []
+        for run in runs:
+            try:
+                messages.append(run.send(payloads))
+            except StopIteration:
+                continue
+        if not messages:
+            return sent

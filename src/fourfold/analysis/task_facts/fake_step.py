@@ -2,8 +2,10 @@
 
 cut     the model is, by the first tensor rank's shards, with fake peers (`fake_ranks.py`)
 tokens  of a batch: the first sequence rank's, so many as each has
+bounds  of a step whose operations depend on values, such as one that leaves early or chooses experts: the least and the
+        most operations of a forward of one sample, among the first samples of the task's data
 Law: shapes and dtypes are those of a run; nothing has values. Counts of two fake steps that differ in their samples
-give the facts of one sample, and of a call.
+give the facts of one sample, and of a call. What depends on the data has no facts, and is refused with its bounds.
 """
 
 import contextlib
@@ -14,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.analysis.task_facts.data_dependence import NEED, StepNeedsValues
 from fourfold.analysis.task_facts.fake_attention import FakeAttention
 from fourfold.analysis.task_facts.fake_ranks import META, FakeTensorGroup, FakeTensorRanks
 from fourfold.analysis.task_facts.operations import Kernel, KernelRecorder, MetaCalls
 from fourfold.analysis.task_facts.segments import SegmentTracker
+from fourfold.feed.sample_rng import fetch_one
 from fourfold.parts import mixed_precision
 from fourfold.parts.deferred_init import InitialModel
 from fourfold.parts.tensor.cut import cut_model
@@ -27,7 +29,7 @@ from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.tensor_residual import ResidualLayout
-from fourfold.step.batch import POSITION_KEYS, has_token_dim
+from fourfold.step.batch import POSITION_KEYS, has_token_dim, unpack_batch
 from fourfold.step.meta_model import try_meta_model
 from fourfold.step.model_call import call_model, model_loss
 from fourfold.step.pipeline.tied import replace_by_copy
@@ -36,7 +38,49 @@ from fourfold.step.tensor.tensor_axis import model_layout, model_residual
 from fourfold.step.tensor_tree import tree_map
 from fourfold.step.transformers_attention import install_attention
 from fourfold.words.errors import FourfoldError, PlanError, Problem, TaskError
-from fourfold.words.task import Task
+from fourfold.words.task import Source, Task
+from fourfold.words.units import format_si
+
+# ---- steps that depend on values -------------------------------------------------------------------------------------
+
+
+NUM_SAMPLES = 8
+NEED = "a model and a loss whose operations do not depend on the values of the data"
+
+
+class StepNeedsValues(TaskError):
+    """A step that cannot run without values."""
+
+
+class Bounds(NamedTuple):
+    """Operations of a forward of one sample."""
+
+    least: float
+    most: float
+
+
+def forward_bounds(make_model: Callable[[], torch.nn.Module], source: Source) -> Bounds:
+    """What forwards of the first samples compute. The model is made, with its weights."""
+    model = make_model()
+    counts = [_num_operations(model, source, number) for number in range(min(NUM_SAMPLES, len(source)))]
+    return Bounds(min(counts), max(counts))
+
+
+def _num_operations(model: torch.nn.Module, source: Source, number: int) -> float:
+    inputs: Any = unpack_batch(fetch_one(source, number))[0]
+    recorder = KernelRecorder(SegmentTracker([]), model.parameters(), MetaCalls())
+    with torch.no_grad(), recorder:
+        call_model(model, inputs)
+    return sum(kernel.flops for _, kernel in recorder.kernels)
+
+
+def with_bounds(error: StepNeedsValues, bounds: Bounds) -> TaskError:
+    """The error that says what forwards compute in its place."""
+    least, most = map(format_si, bounds)
+    span = least if least == most else f"{least} to {most}"
+    got = f"{error.problems[0].got}; {span} operations in a forward of a sample, by the first {NUM_SAMPLES}"
+    return TaskError(Problem(got, NEED, "fourfold train: only running it shows what it costs"), where=error.where)
+
 
 # ---- the model, and a batch ------------------------------------------------------------------------------------------
 

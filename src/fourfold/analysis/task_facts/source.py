@@ -14,12 +14,20 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fourfold.analysis.task_facts.data_dependence import StepNeedsValues, forward_bounds, with_bounds
 from fourfold.analysis.task_facts.fake_attention import attention_collectives
 from fourfold.analysis.task_facts.fake_memory import MemoryOfSegments, MemoryRecord, record_memory
 from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
-from fourfold.analysis.task_facts.fake_step import FakeBatch, FakeModel, ForwardRecord, lay_out, record_forward
+from fourfold.analysis.task_facts.fake_step import (
+    FakeBatch,
+    FakeModel,
+    ForwardRecord,
+    StepNeedsValues,
+    forward_bounds,
+    lay_out,
+    record_forward,
+    with_bounds,
+)
 from fourfold.analysis.task_facts.operations import MetaCalls, operations_of_sample
 from fourfold.analysis.task_facts.segments import Boundary, equal_blocks
 from fourfold.feed.data_input import open_data

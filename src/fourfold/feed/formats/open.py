@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.feed.files.listing import KIND_OF_SUFFIX, Listing
+from fourfold.feed.files.listing import KIND_OF_SUFFIX, KNOWN, Listing, find_files, is_marker
 from fourfold.feed.files.open import OPENERS as PLAIN_OPENERS
 from fourfold.feed.files.open import open_files
 from fourfold.feed.formats import arrow, mds, megatron
 from fourfold.feed.formats.array_shards import ArrayShards
 from fourfold.feed.formats.arrow import TableRows
-from fourfold.feed.formats.data_files import KNOWN, find_files, is_marker
 from fourfold.feed.formats.hdf5 import HDF5Rows
 from fourfold.feed.formats.plain_files import PlainRecords
 from fourfold.feed.formats.positioned import file_size

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fourfold.feed.rows.columns import Columns
-from fourfold.feed.rows.database import OPENING, Connections, Row, check_columns, first_line, retried
+from fourfold.feed.rows.database import OPENING, Columns, Connections, Row, check_columns, first_line, retried
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
 from fourfold.words import argument_checks

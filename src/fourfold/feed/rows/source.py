@@ -24,8 +24,7 @@ import numpy as np
 import xxhash
 
 from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.feed.rows.columns import Columns
-from fourfold.feed.rows.database import Database, Row, retried
+from fourfold.feed.rows.database import Columns, Database, Row, retried
 from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, Result
 from fourfold.plan.decode import DecodeError, from_json

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from fourfold.feed.rows.columns import Columns
-from fourfold.feed.rows.database import OPENING, Connections, Database, Row, check_columns, first_line, retried
+from fourfold.feed.rows.database import OPENING, Columns, Connections, Database, Row, check_columns, first_line, retried
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import Backoff, without_password
 from fourfold.words import argument_checks
