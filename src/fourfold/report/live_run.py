@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.plan.decode import DecodeError, check_not_pipe
 from fourfold.report import cards, charts
-from fourfold.report.cards import data_card, memory_card
 from fourfold.report.html_page import render_card, render_table_of_values, render_text
 from fourfold.report.page import describe_run, render_figures
 from fourfold.report.run_record import ReportError, RunRecord, make_record, read_description, read_line
@@ -295,8 +294,8 @@ def _render_parts(record: RunRecord, num_unreadable: int) -> dict[str, str]:
         **{f"measure-{number}": render_card(chart) for number, chart in enumerate(measures)},
         "lr": render_card(charts.lr_chart(records)),
         "grad-norm": render_card(charts.grad_norm_chart(records)),
-        "memory": render_card(memory_card(record.memory)),
-        "data": render_card(data_card(record.data), wide=True),
+        "memory": render_card(cards.memory_card(record.memory)),
+        "data": render_card(cards.data_card(record.data), wide=True),
         "checkpoints": render_card(cards.checkpoints_card(record.checkpoints)),
         "unreadable": render_card(_unreadable_note(num_unreadable), wide=True),
         "settings": render_card(_folded("Settings", settings) + _folded("Plan", sections["plan"]), wide=True),
