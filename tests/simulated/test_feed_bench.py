@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from fourfold.cli.feed_bench import parse_size, parse_words, run_bench
 from fourfold.feed.batches import Batch
 from fourfold.feed.bench.disk import cached_fraction, direct_problem, drop_from_page_cache, measure_checkpoint
-from fourfold.feed.bench.files import DESCRIPTION_FILE, DataShape, generate, record_number
 from fourfold.feed.bench.ranks import Accelerator, Training, run_ranks, train_rank
 from fourfold.feed.bench.result import format_result, format_sweep, histogram, make_epochs
 from fourfold.feed.bench.run import Options, fit_workload, run_workload
-from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.source import DESCRIPTION_FILE, DataShape, FileSource, Reads, generate, record_number
 from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, TokenBucket, list_shards
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
 from fourfold.feed.feed import Feed

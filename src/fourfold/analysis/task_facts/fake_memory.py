@@ -1,13 +1,18 @@
-"""Fake memory: what the segments of a model hold in a forward and backward on the meta device, to the byte.
+"""Fake memory: what the segments of a model, and one rank of a pipeline, hold on the meta device, to the byte.
 
 kept       bytes that are held when a segment's forward has ended, more than when it began: at the first operation
            behind it, when the model has let go of the segment's inputs. Not what the model's own forward holds of its
            beginning until it returns, such as embeddings of which only the sum is needed
 moment     when an operation has returned; its bytes are those that are held beyond what is kept by then: in a backward,
            what segments behind this one have kept is freed
-Law: bytes are affine in the samples at each moment; two fake steps that differ in their samples show how.
+fake rank  runs the list of its place with tensors without memory
+resting    weights, gradients and optimizer states, which a rank holds all the time; here they rest whole
+Law: bytes are affine in the samples at each moment; two fake steps that differ in their samples show how. The stages,
+the gates, the blocks that are computed again and the halves of backwards are those of a step; every byte is counted
+(`step/peak_memory.py`).
 """
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,12 +28,26 @@ from fourfold.analysis.task_facts.operations import MetaCalls
 from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.parts.data.grad_hooks import GradHooks
+from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
+from fourfold.parts.tensor.split_region import SplitRegion
 from fourfold.plan.predict.facts import TemporaryPeak
 from fourfold.plan.tensor_residual import WHOLE
+from fourfold.step.model_call import call_model
 from fourfold.step.peak_memory import ACTIVATION, PeakMemory
+from fourfold.step.pipeline.chain import StageMap
+from fourfold.step.pipeline.gates import Carried, Gates, SplitResidual, StageEnd
+from fourfold.step.pipeline.knowledge import Knowledge
+from fourfold.step.pipeline.recording import Recorder, Recording
+from fourfold.step.pipeline.stand_in import OUTPUT, Source, StandInUsed
 from fourfold.step.recompute import Recompute
 from fourfold.step.sdpa_interception import intercept_attention
 from fourfold.step.tensor_tree import tree_leaves
+from fourfold.words.errors import Problem, TaskError
+from fourfold.words.program import Action, Verb
+
+# ---- segments --------------------------------------------------------------------------------------------------------
 
 
 class MemoryRecord(NamedTuple):
@@ -44,7 +63,7 @@ def record_memory(fake: FakeModel, num_samples: int, recompute: str) -> MemoryRe
     return _MemoryCount(fake, recompute).run(num_samples)
 
 
-def recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
+def _recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
     """What a step installs for these blocks: see `_find_recomputed` in `step/assembly.py`."""
     group: TensorGroup = SingleRankTensorGroup(CommMeter(), META)
     if recompute == "full" and fake.plan.residual == WHOLE:
@@ -52,7 +71,7 @@ def recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Reco
     return Recompute(fake.model, blocks if recompute != "none" else (), group, selective=recompute == "selective")
 
 
-def drop_grad(parameter: Tensor) -> None:
+def _drop_grad(parameter: Tensor) -> None:
     """As buckets do, which have copied it."""
     parameter.grad = None
 
@@ -100,14 +119,14 @@ class _MemoryCount:
         self._num_calls, self._current = len(fake.laid_out.group.calls), 0
         """`_current`: the segment that runs backward."""
         self._collectives: dict[int, Counter[RecordedCollective]] = {}
-        self._recompute = recompute_of(fake, recompute, fake.blocks)
+        self._recompute = _recompute_of(fake, recompute, fake.blocks)
 
     def run(self, num_samples: int) -> MemoryRecord:
         model, memory, samples = self._fake.model, self._memory, self._fake.samples(num_samples)
         memory.track("weights and batch", [*self._fake.weights, *model.buffers(), *tree_leaves(list(samples))])
         begin = memory.current_bytes
         memory.levels.clear()
-        handles = [p.register_post_accumulate_grad_hook(drop_grad) for p in self._fake.weights if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(_drop_grad) for p in self._fake.weights if p.requires_grad]
         handles += [
             model.get_submodule(name).register_forward_hook(functools.partial(self._watch_backward, place + 1))
             for place, name in enumerate(self._fake.blocks)
@@ -223,3 +242,184 @@ def upper_envelope(moments: Sequence[TemporaryPeak]) -> tuple[TemporaryPeak, ...
         overtakes = [(best.call_bytes - each.call_bytes) / (each.sample_bytes - best.sample_bytes) for each in rest]
         at = min(overtakes, default=at)
     return tuple(found)
+
+
+# ---- one rank of a pipeline ------------------------------------------------------------------------------------------
+
+
+WEIGHTS, GRADIENTS, STATES, BATCH = "weights", "gradients", "optimizer states", "batch"
+
+
+class RankBytes(NamedTuple):
+    """What a rank holds at its peak, by kind. See `PeakMemory`."""
+
+    by_kind: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Without the batch, which is on no device before its microbatch is."""
+        return sum(size for kind, size in self.by_kind.items() if kind != BATCH)
+
+
+class FakeRank:
+    """The rank at a place of the pipeline axis. It takes over the fake model, and leaves it changed.
+
+    states_per_weight  of the optimizer
+    num_samples        of a microbatch
+    """
+
+    def __init__(
+        self, fake: FakeModel, stages: StageMap, place: int, *, num_samples: int, states_per_weight: int
+    ) -> None:
+        self._fake, self._known, self._place = fake, Knowledge(stages), place
+        self._states_per_weight = states_per_weight
+        self._samples = fake.samples(num_samples)
+        self._attention = FakeAttention(fake.plan.sequence_spec)
+        self._recorded = self._record() if stages.num_stages > 1 else Recording()
+        fake = fake.with_copies(stages.ties if place == stages.num_places - 1 else {})
+        self._copies = fake.copies
+        self._weights = [each for name, each in fake.model.named_parameters() if stages.place_of(name) == place]
+        trained = [each for each in self._weights if each.requires_grad]
+        self._hooks = GradHooks(trained)
+        self._sink = _DropGrads(trained)
+        self._halves: BackwardHalves = DeferredGrads(trained) if fake.plan.divides_backward else WholeBackward()
+        self._received, self._outputs = dict[Any, list[Tensor]](), dict[Any, list[Tensor]]()
+        self._pending: dict[Any, PendingGrads] = {}
+
+    def run(self, actions: Sequence[Action]) -> RankBytes:
+        """Run a list of forwards and backwards."""
+        memory = PeakMemory()
+        held = self._rest(memory)
+        verbs = {
+            Verb.FORWARD: self._forward,
+            Verb.BACKWARD: self._backward,
+            Verb.BACKWARD_INPUT: self._backward_input,
+            Verb.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        with torch.device(META), memory:
+            for action in actions:
+                verbs[action.verb](action.stage, (action.stage, action.index))
+        del held
+        return RankBytes(memory.bytes_by_kind)
+
+    def _rest(self, memory: PeakMemory) -> list[Tensor]:
+        """What rests on the rank; returns what else than the model must hold it."""
+        trained = [each for each in (*self._weights, *self._copies) if each.requires_grad]
+        gradients = [torch.empty_like(each) for each in trained]
+        own = [each for each in self._weights if each.requires_grad]
+        states = [torch.empty_like(each) for each in own for _ in range(self._states_per_weight)]
+        if self._fake.plan.precision != "keep":  # states are in float32, and master weights are among them
+            states = [torch.empty_like(each, dtype=torch.float32) for each in (*own, *states)]
+        memory.track(WEIGHTS, [*self._weights, *self._copies, *self._fake.model.buffers()])
+        memory.track(GRADIENTS, gradients)
+        memory.track(STATES, states)
+        memory.track(BATCH, tree_leaves(list(self._samples)))
+        return [*gradients, *states]
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Recording:
+        """What modules return for a microbatch."""
+        recorder = Recorder(self._fake.model, self._known, set())
+        with (
+            torch.device(META),
+            torch.no_grad(),
+            self._fake.intercepted(self._attention),
+            recorder.recording() as recording,
+        ):
+            call_model(self._fake.model, self._samples[0])
+        self._end_tokens()
+        return recording
+
+    def _gates(self, stage: int) -> Gates:
+        laid_out = self._fake.laid_out
+        region = laid_out.region or SplitRegion(laid_out.group)
+        residual = SplitResidual(laid_out.residual.entries, region)
+        gates = Gates(self._fake.model, self._known, stage, residual, torch.device(META))
+        gates.set_metadata(self._recorded.described)
+        return gates
+
+    def _blocks(self, stage: int) -> Sequence[str]:
+        if self._known.stages.num_stages == 1:
+            return self._fake.blocks
+        return [self._known.stages.chain.blocks[index] for index in self._known.stages.blocks[stage]]
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, key: tuple[int, int]) -> None:
+        while True:
+            try:
+                return self._forward_with_needs(stage, key)
+            except StandInUsed as used:
+                if (refused := self._known.note_needs(stage, used.sources)) is not None:
+                    problem = Problem(f"stage {stage} needs {refused}", "values that earlier stages can send")
+                    raise TaskError(problem, where="the pipeline") from None
+
+    def _forward_with_needs(self, stage: int, key: tuple[int, int]) -> None:
+        recompute = _recompute_of(self._fake, self._fake.plan.recompute, self._blocks(stage))
+        received, closed = list[Tensor](), contextlib.nullcontext()
+        if self._known.stages.num_stages > 1:
+            gates, carried = self._gates(stage), Carried(self._known.received_by(stage))
+            received = self._receive(stage, gates, carried)
+            closed = gates.closed([*received, torch.empty(0, dtype=torch.uint8)], carried)
+        self._received[key] = received
+        try:
+            with recompute.installed(), self._halves.in_forward(), closed, self._fake.intercepted(self._attention):
+                self._outputs[key] = [self._fake.loss_of(*self._samples)]
+        except StageEnd as end:
+            self._outputs[key] = list(end.message[:-1])
+
+    def _receive(self, stage: int, gates: Gates, carried: Carried) -> list[Tensor]:
+        if stage == 0:
+            return []
+        sources = {Source(OUTPUT, self._known.stages.boundaries()[stage - 1]), *carried.received}
+        received = [
+            torch.empty_like(leaf)
+            for source, described in self._recorded.described.items()
+            if source in sources
+            for leaf, is_sent in zip(
+                self._recorded.leaves[source], gates.travels(source, described, sources), strict=True
+            )
+            if is_sent
+        ]
+        return [each.requires_grad_(each.is_floating_point()) for each in received]
+
+    def _differentiate(self, key: tuple[int, int]) -> None:
+        outputs = [each for each in self._outputs.pop(key) if each.requires_grad]
+        upstream = [torch.empty_like(each) for each in outputs]
+        with intercept_attention(self._attention):  # of blocks that are computed again
+            torch.autograd.backward(outputs, upstream)
+        self._end_tokens()
+
+    def _backward(self, stage: int, key: tuple[int, int]) -> None:
+        with self._hooks.calling(self._sink):
+            self._differentiate(key)
+        self._send_back(key)
+
+    def _backward_input(self, stage: int, key: tuple[int, int]) -> None:
+        with self._halves.first_half(self._hooks) as self._pending[key]:
+            self._differentiate(key)
+        self._send_back(key)
+
+    def _backward_weight(self, stage: int, key: tuple[int, int]) -> None:
+        self._halves.second_half(self._pending.pop(key), self._sink)
+
+    def _send_back(self, key: tuple[int, int]) -> None:
+        """The gradients of what was received have left."""
+        del self._received[key]
+        for copy in self._copies:
+            copy.grad = None
+
+    def _end_tokens(self) -> None:
+        if self._fake.laid_out.region is not None:
+            self._fake.laid_out.region.end_tokens()
+
+
+class _DropGrads:
+    """Takes gradients as buckets do, which have copied them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def on_grad(self, param_index: int) -> None:
+        self._parameters[param_index].grad = None

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fourfold.analysis.task_facts.fake_attention import attention_collectives
-from fourfold.analysis.task_facts.fake_memory import MemoryOfSegments, MemoryRecord, record_memory
-from fourfold.analysis.task_facts.fake_rank import FakeRank, RankBytes
+from fourfold.analysis.task_facts.fake_memory import FakeRank, MemoryOfSegments, MemoryRecord, RankBytes, record_memory
 from fourfold.analysis.task_facts.fake_ranks import RecordedCollective
 from fourfold.analysis.task_facts.fake_step import (
     FakeBatch,

@@ -30,8 +30,7 @@ import torch
 
 from fourfold.feed.batches import Batch
 from fourfold.feed.bench.disk import cached_fraction, drop_from_page_cache
-from fourfold.feed.bench.files import DataShape
-from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.source import DataShape, FileSource, Reads
 from fourfold.feed.bench.staged_files import SharedTime, StagedFiles, ThrottledOrigin, ThrottledSource, TokenBucket
 from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.feed import Feed

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.feed.bench.disk import direct_problem, measure_ceiling, measure_checkpoint
-from fourfold.feed.bench.files import WRITERS, DataShape, check_format, generate
 from fourfold.feed.bench.ranks import Training, no_copies, run_ranks
 from fourfold.feed.bench.result import Result, make_epochs
-from fourfold.feed.bench.source import Reads
+from fourfold.feed.bench.source import WRITERS, DataShape, Reads, check_format, generate
 from fourfold.feed.bench.staged_files import list_shards
 from fourfold.feed.bench.workload import Workload
 from fourfold.words.errors import Problem, SettingError

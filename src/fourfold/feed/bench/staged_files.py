@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fourfold.feed.bench.files import DataShape
-from fourfold.feed.bench.source import FileSource, Reads
+from fourfold.feed.bench.source import DataShape, FileSource, Reads
 from fourfold.feed.expected import Expected
 from fourfold.feed.source import BatchSource
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
