@@ -238,7 +238,7 @@ class Failing:
 @pytest.mark.parametrize(("error", "kind", "text"), [
     (DamagedSample("record 13", "torn"), DamagedSample, "sample record 13 cannot be read: torn"),
     (TaskError("no such task", where="here"), TaskError, "no such task"),
-    (ValueError("thirteen"), DataError, "(test_shared_reads.py, line 235), on rank 0, which reads for this one too"),
+    (ValueError("thirteen"), DataError, "(test_shared_reads.py, line 234), on rank 0, which reads for this one too"),
     (StopIteration(), DataError, "StopIteration"),
 ])  # fmt: skip
 def test_an_error_of_the_source_is_raised_on_every_rank(error, kind, text):
