@@ -156,7 +156,7 @@ def test_a_link_is_slow_if_its_answers_are_while_both_its_ends_wait_much_longer_
 )
 def test_a_link_that_is_slow_outside_of_the_steps_is_named_too(pair, monkeypatch, is_paused: bool, place: str) -> None:
     said: list[str] = []
-    monkeypatch.setattr(link_watch, "main_thread_waits", lambda: True)
+    monkeypatch.setattr(watch_module, "main_thread_waits", lambda: True)
     heartbeat = stepping(100.0) if is_paused else Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
     with heartbeat.pause():
         heartbeat._phase_start = 100.0

@@ -18,11 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.analysis.comparison import GRADIENT, WEIGHT, Comparison, VerifyResult
-from fourfold.analysis.one_device import copy_with_hooks, disable_dropout, to_float64_model
-from fourfold.analysis.trial import Batches, Lockstep, Training, rounding_bound, run_on_mesh, title
 from fourfold.analysis.comparison import FACTOR, GRADIENT, LOSS, TOLERANCE, WEIGHT, Comparison, VerifyResult
-from fourfold.analysis.one_device import OneDevice, buffers_by_kind, disable_dropout, mesh_state, to_float64_model
+from fourfold.analysis.one_device import (
+    OneDevice,
+    buffers_by_kind,
+    copy_with_hooks,
+    disable_dropout,
+    mesh_state,
+    to_float64_model,
+)
 from fourfold.analysis.trial import Batches, Lockstep, Training, loss_tensor, rounding_bound, run_on_mesh, title
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed

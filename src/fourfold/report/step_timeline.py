@@ -11,7 +11,7 @@ from html import escape
 
 from fourfold.plan.cost import measure_costs
 from fourfold.plan.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
-from fourfold.plan.predict.prediction_file import RecordedPrediction
+from fourfold.plan.predict.prediction import RecordedPrediction
 from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (

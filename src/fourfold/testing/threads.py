@@ -23,9 +23,7 @@ from torch import Tensor
 from fourfold.environment.world import World
 from fourfold.parts.comm.communicator import Communicator
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring.p2p import PendingRecv, RingOverP2P
-from fourfold.parts.comm.ring.protocol import RingGroup
-from fourfold.parts.comm.ring.single_rank import NullRingGroup
+from fourfold.parts.comm.ring import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

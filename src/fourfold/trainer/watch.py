@@ -3,8 +3,6 @@
 silent   a peer of which nothing was heard for MISSED_BEATS beats
 slow     a link whose answers take much longer than they did, while its two ends wait: in a step that lasts much longer
          than their steps do, or in the start, an evaluation or a checkpoint
-slow     a link whose answers take much longer than they did, while its two ends wait in a step that lasts much longer
-         than their steps do
 wait     what ranks know that they wait for (`environment/known_waits.py`): shown once it has lasted a while
 Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
 """

@@ -31,15 +31,14 @@ from fourfold.analysis.calibrate.timing import NUM_TURNS, Points, Turns, now
 from fourfold.parts.codec.protocol import Message
 from fourfold.parts.codec.registry import make_codec
 from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge.protocol import StageEdges
-from fourfold.parts.comm.edges import make_edges
+from fourfold.parts.comm.edges import StageEdges, make_edges
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.rings import make_ring
+from fourfold.parts.comm.ring import make_ring
 from fourfold.parts.comm.tensor_groups import make_tensor_group
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.calibration import Curve
 from fourfold.plan.predict.prices import GroupShape
 from fourfold.step.train_step import TrainStep
 from fourfold.words.layout import Change

@@ -26,8 +26,7 @@ from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
 from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibration import Cut, SegmentRecord, signature
-from fourfold.plan.predict.curve import Curve
+from fourfold.plan.predict.calibration import Curve, Cut, SegmentRecord, signature
 from fourfold.plan.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.step.batch import Microbatch
 from fourfold.step.meta_model import build_meta_model

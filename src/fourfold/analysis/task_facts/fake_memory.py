@@ -28,7 +28,6 @@ from fourfold.analysis.task_facts.operations import MetaCalls
 from fourfold.analysis.task_facts.segments import FIRST
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
-from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.data.grad_hooks import GradHooks
 from fourfold.parts.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
 from fourfold.parts.tensor.split_region import SplitRegion

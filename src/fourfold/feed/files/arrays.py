@@ -118,8 +118,9 @@ def _read_npz(path: str, read: Any, kinds: str) -> dict[str, Any]:
             for entry in entries:
                 if not entry.filename.endswith(".npy"):
                     raise ValueError(f"{entry.filename} is no array")
-                is_known = entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-                if not is_known or entry.file_size > MAX_RATIO * size:
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ValueError(f"{entry.filename}: a compression that numpy does not write")
+                if entry.file_size > MAX_RATIO * size:
                     raise ValueError(f"{entry.filename} of {entry.file_size} bytes in a file of {size}")
                 name = entry.filename.removesuffix(".npy")
                 if name in arrays:

@@ -170,7 +170,7 @@ def _rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str,
 
 def _column_values(column: Any, name: str) -> list[Any]:
     """The values of a pyarrow array: arrays of no dim for numbers, arrays for lists of them."""
-    types, column = pyarrow().types, _decoded(column)
+    kind, types, column = column.type, pyarrow().types, _decoded(column)
     if column.null_count:
         raise ValueError(f"{name} is null")
     if types.is_struct(column.type):
@@ -181,7 +181,11 @@ def _column_values(column: Any, name: str) -> list[Any]:
         values = {each: _column_values(part, f"{name}.{each}") for each, part in fields.items()}
         return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     if _is_list(column.type):
-        return [_list_value(column[row].values, name) for row in range(len(column))]
+        values = [_list_value(column[row].values, name) for row in range(len(column))]
+        if isinstance(kind, pyarrow().FixedShapeTensorType):
+            order = kind.permutation or range(len(kind.shape))
+            values = [value.reshape(kind.shape).transpose(order) for value in values]
+        return values
     if _is_text(column.type) or _is_bytes(column.type):
         return column.to_pylist()
     return list(map(np.asarray, column.to_numpy(zero_copy_only=False)))

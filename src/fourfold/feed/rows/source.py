@@ -35,6 +35,7 @@ from fourfold.words.errors import DamagedSample, DataError, Problem
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 2**16
+INDEX_FILES = ("lock", "manifest.json", "manifest.part", "keys", "ends", "digests")
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +92,9 @@ def open_index(folder: Path, of: str, rows: Iterable[tuple[Any, int]]) -> RowInd
     an index of something else, a damaged one, no rows, and keys that are not unique, or neither whole numbers nor text.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for name in INDEX_FILES:
+        if (folder / name).is_fifo():  # opening it would wait for another process
+            raise _damaged(folder / name)
     with (folder / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "manifest.json").exists():
