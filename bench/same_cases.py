@@ -7,7 +7,7 @@ pair   two fields and their values, in one case
 run    a run folder: a plan in TOML, and further arguments of `fourfold train`
 Law: the same seed gives the same cases. Each case satisfies `is_legal`, so no plan is refused.
 
-Plan fields have the names of version 1 here. `NEW_NAMES` has the names of later versions.
+Plan fields have their present names here. `NEW_NAMES` has those of later commits, where one renames them.
 """
 
 import random
@@ -22,7 +22,7 @@ STEPS = 3
 NUM_CANDIDATES = 60
 WRAP_EVERY = 12
 LAYERWISE = ("LAMB", "LARS")
-NEW_NAMES = {"reduce": "reduce_dtype", "codec_life": "codec_refresh_steps"}
+NEW_NAMES: dict[str, str] = {}
 
 # The first option of each field is its default, from which a case is drawn.
 TASK_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -51,10 +51,10 @@ PLAN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "codec": ("none", "bf16", "fp16", "int8", "topk", "powersgd", "dct"),
     "codec_rank": (2, 1),
     "codec_density": (0.2, 0.5),
-    "codec_life": (2, 1),
+    "codec_refresh_steps": (2, 1),
     "offload": ("none", "states"),
     "precision": ("keep", "bf16", "fp16"),
-    "reduce": ("keep", "fp32", "bf16"),
+    "reduce_dtype": ("keep", "fp32", "bf16"),
     "batch_norm": ("refuse", "local"),
     "unused": ("refuse", "allow"),
     "bucket_bytes": (1500, 6000, 4194304),
@@ -71,7 +71,7 @@ READ_UNDER: dict[str, tuple[str, tuple[str, ...]]] = {
     "outer_momentum": ("sync", ("local",)),
     "codec_rank": ("codec", ("powersgd",)),
     "codec_density": ("codec", ("topk", "dct")),
-    "codec_life": ("codec", ("dct",)),
+    "codec_refresh_steps": ("codec", ("dct",)),
 }
 
 
@@ -208,12 +208,16 @@ RUN_WORDS = (
     f"data=text.txt steps={RUN_STEPS} checkpoint_every={SAVED_STEP}"
 ).split()
 CODECS = [{"codec": codec, "zero": number % 3} for number, codec in enumerate(PLAN_OPTIONS["codec"][1:])]
-EXTRA = {"powersgd": {"codec_rank": 2}, "topk": {"codec_density": 0.2}, "dct": {"codec_density": 0.2, "codec_life": 2}}
+EXTRA = {
+    "powersgd": {"codec_rank": 2},
+    "topk": {"codec_density": 0.2},
+    "dct": {"codec_density": 0.2, "codec_refresh_steps": 2},
+}
 RUNS: tuple[dict[str, Any], ...] = (
     *({"zero": zero} for zero in range(4)),
     *(fields | EXTRA.get(fields["codec"], {}) for fields in CODECS),
     {"sync": "local", "local_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
-    {"zero": 2, "precision": "bf16", "reduce": "fp32", "transport": "gloo"},
+    {"zero": 2, "precision": "bf16", "reduce_dtype": "fp32", "transport": "gloo"},
 )
 QUICK_RUNS = (0, 3, 9, 10)
 
