@@ -2,12 +2,18 @@
 
 unrolled  the steps of several batches in a row, with actions numbered through
 steady    once every index has as many microbatches in flight as it ever has, all steps take as long
+gap   a time in which the process computes nothing: it waits for a message, for a collective, or for other stages
+tail  from the last action of the process to the end of the step
+span  from a rank's first action to its last end: parts, gaps and tail
 first use  of a bucket: in the first segment of its stage that has one of its parameters; in backward, in the last one
 Law: all ranks of a place run the same program on as many samples, so one of them stands for all; the terms are those of
 the place whose span is the longest, and add up to the step.
 Law: the bytes of an axis are those of the collectives and messages that its program and its segments have.
 Law: a step takes as long as the slowest index computes, or as the messages of a round trip leave to it.
 Law: a bucket with parameters of many blocks, as norms and biases have, is gathered when the first of these is used.
+
+Ranks do not wait for each other between steps: the step of each begins when its own one before has ended, so a step
+takes the longest span. Qi et al. (2401.10241) count their bubbles in the same way.
 """
 
 import sys
@@ -24,14 +30,15 @@ from fourfold.plan.predict.action_costs import Job, PlaceCosts, StepCosts, place
 from fourfold.plan.predict.edges import EdgeMessages, message_bytes
 from fourfold.plan.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction, StepTerms, first_start, step_terms
+from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.plan.predict.prices import Prices
-from fourfold.plan.predict.stage_seconds import add_terms, scale_terms, segments_by_parameter, shorten_waits
-from fourfold.plan.simulate import TimedAction, simulate
+from fourfold.plan.predict.stage_seconds import ZERO, add_terms, scale_terms, segments_by_parameter, shorten_waits
+from fourfold.plan.simulate import TimedAction, lane_of, simulate
 from fourfold.plan.step_programs import StepRecord
 from fourfold.words.layout import Change, collective_sent_bytes
 from fourfold.words.mesh import AXES, Mesh
 from fourfold.words.program import Action, Program, Verb
+from fourfold.words.trace_events import GATHER_LANE, REDUCE_LANE
 
 # ---- use orders ----------------------------------------------------------------------------------------------------
 
@@ -191,6 +198,71 @@ def _sent(collective: Collective, size: int, samples: float, recompute: str) -> 
     return times * collective_sent_bytes(
         collective.change, whole_bytes=round(collective.whole_bytes * samples), size=size
     )
+
+
+# ---- terms of a span ------------------------------------------------------------------------------------------------
+
+RECEIPT_OF = {
+    Verb.FORWARD: Verb.RECEIVE_FORWARD,
+    Verb.BACKWARD: Verb.RECEIVE_BACKWARD,
+    Verb.BACKWARD_INPUT: Verb.RECEIVE_BACKWARD,
+}
+
+
+def first_start(times: Sequence[TimedAction], parts: Mapping[Action, StepTerms]) -> float:
+    """When the process begins to be busy, or could: what it waits for may be weights that are still gathered."""
+    first = min((timed for timed in times if timed.action in parts), key=lambda timed: timed.start, default=None)
+    if first is None:
+        return 0.0
+    action = first.action
+    received = Action(RECEIPT_OF[action.verb], action.stage, action.index) if action.verb in RECEIPT_OF else None
+    messages = [timed.end for timed in times if timed.action == received]
+    gathers = [timed.start for timed in times if timed.action.verb == Verb.UNSHARD]
+    return min([first.start, *(messages or gathers)])
+
+
+def step_terms(
+    times: Sequence[TimedAction], parts: Mapping[Action, StepTerms], *, begin: float, end: float
+) -> StepTerms:
+    """The terms of one rank's span, from its `begin` to its `end`. `parts`: of the actions of the process itself."""
+    ends = {timed.action: timed.end for timed in times}
+    has_gathers = any(lane_of(action) == GATHER_LANE for action in ends)
+    collective_ends = sorted(timed.end for timed in times if _is_collective(timed.action))
+    terms, clock = [ZERO], begin
+    for action, start, stop in times:
+        if action not in parts:
+            continue
+        if start > clock:
+            terms.append(_gap(clock, start, _exposed_from(action, ends, collective_ends, start, has_gathers)))
+        terms.append(parts[action])
+        # What ranks end together lasts as long as that of the last one.
+        late = max(0.0, stop - start - sum(parts[action]))
+        terms.append(ZERO._replace(bubble=late))
+        clock = stop
+    last_collective = max((each for each in collective_ends), default=0.0)
+    terms.append(_gap(clock, end, (clock, min(last_collective, end))))
+    return add_terms(*terms)
+
+
+def _is_collective(action: Action) -> bool:
+    return lane_of(action) in (REDUCE_LANE, GATHER_LANE) or action.verb == Verb.PUSH
+
+
+def _exposed_from(
+    action: Action, ends: Mapping[Action, float], collective_ends: Sequence[float], start: float, has_gathers: bool
+) -> tuple[float, float]:
+    """The part of the gap in front of an action in which it waits for collectives of the data axis."""
+    if action.verb in RECEIPT_OF:
+        received = ends.get(Action(RECEIPT_OF[action.verb], action.stage, action.index), 0.0)
+        return (received, start) if has_gathers else (start, start)
+    return 0.0, max((each for each in collective_ends if each <= start), default=0.0)
+
+
+def _gap(begin: float, end: float, exposed: tuple[float, float]) -> StepTerms:
+    """A gap, divided: what is not exposed is a wait for other stages."""
+    first, last = (min(max(each, begin), end) for each in exposed)
+    waited = max(0.0, last - first)
+    return ZERO._replace(exposed=waited, bubble=end - begin - waited)
 
 
 # ---- step prediction -----------------------------------------------------------------------------------------------
