@@ -201,3 +201,27 @@ def test_an_evaluation_first_does_not_hide_what_training_needs():
 
     for losses in threads.run(2, body):
         assert losses == pytest.approx(alone(SkipsInTraining).losses[:-1], rel=TOLERANCE)
+
+
+class Spectral(Block):
+    """A weight that is viewed as complex numbers, behind one of an odd number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.odd = nn.Parameter(torch.ones(WIDTH // 2 + 1, 2) / 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=2) * torch.view_as_complex(self.filter)
+        return super().forward(x + torch.fft.irfft(spectrum, n=WIDTH, dim=2) * self.odd.mean())
+
+
+class SpectralNet(Net):
+    block = Spectral
+
+
+@pytest.mark.parametrize("fields", [{"pp": 2}, {"dp": 1, "recompute": "full"}, {"dp": 1, "update": "in_forward"}])
+def test_weights_may_be_viewed_as_complex_numbers(fields: dict[str, Any]) -> None:
+    expected = alone(SpectralNet)
+    found = threads.run(fields.get("pp", 1), functools.partial(divided, SpectralNet, fields))[0]
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert all(torch.allclose(found.state[name], value) for name, value in expected.state.items())

@@ -76,6 +76,9 @@ def _bucket_members(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[
     position = {spec.name: index for index, spec in enumerate(reversed(specs))}
     full.extend(open_buckets.values())
     full.sort(key=lambda members: (-members[-1].stage, position[members[-1].name]))
+    for members in full:
+        if any(spec.shape[-1:] == (2,) for spec in members):  # complex numbers, perhaps: they begin at even offsets
+            members.sort(key=lambda spec: spec.num_elements % 2)
     return full
 
 
