@@ -33,7 +33,8 @@ from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.predict.prediction import Prediction, StepTerms
 from fourfold.plan.predict.prices import Prices
 from fourfold.plan.predict.stage_seconds import ZERO, add_terms, scale_terms, segments_by_parameter, shorten_waits
-from fourfold.plan.simulate import TimedAction, lane_of, simulate
+from fourfold.plan.rank_program import lane_of
+from fourfold.plan.simulate import TimedAction, simulate
 from fourfold.plan.step_programs import StepRecord
 from fourfold.words.layout import Change, collective_sent_bytes
 from fourfold.words.mesh import AXES, Mesh
