@@ -54,7 +54,7 @@ def _windows(name: str, p: Tensor, dtype: torch.dtype) -> Tensor:
     if p.dim() == 0 or 0 in shape:
         return torch.ones(shape, dtype=dtype, device=p.device)
     row = math.prod(shape[1:])
-    step = 2 if len(shape) > 1 and shape[-1] == 2 else 1  # the model may take such weights as complex numbers
+    step = 2 if p.dim() > 1 and shape[-1:] == (2,) else 1  # the model may take such weights as complex numbers
     values = torch.rand(step * (shape[0] - 1) + row, generator=generator, dtype=torch.float64)
     values = 0.75 + values / 2 if p.dim() == 1 else (values - 0.5) * math.sqrt(12 / row)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
