@@ -203,6 +203,31 @@ def test_an_evaluation_first_does_not_hide_what_training_needs():
         assert losses == pytest.approx(alone(SkipsInTraining).losses[:-1], rel=TOLERANCE)
 
 
+class Dropping(Block):
+    """Dropout of features that tensor ranks have parts of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.5, self.training))
+
+
+class DroppingNet(Net):
+    block = Dropping
+
+
+def test_an_evaluation_first_does_not_hide_where_tensor_ranks_drop() -> None:
+    def body(comm: Any) -> list[float]:
+        model, rules = made(DroppingNet).eval(), {"blocks.*.up": "column", "blocks.*.down": "row"}
+        plan = Plan(pp=2, tp=2)
+        step = TrainStep(model, cross_entropy, SGD, plan=plan, communicator=comm, tensor=rules)
+        step.evaluate(batches()[0])
+        model.train()
+        return [step(batch).loss for batch in batches()]
+
+    first, *others = threads.run(4, body)
+    assert all(each == first for each in others)
+    assert len(set(first)) == len(first)
+
+
 class Spectral(Block):
     """A weight that is viewed as complex numbers, behind one of an odd number of elements."""
 

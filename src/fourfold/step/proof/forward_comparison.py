@@ -296,13 +296,15 @@ class ForwardComparison:
 
     def _rewrite_problems(self, batch: Any, names: Sequence[str]) -> tuple[bool, list[Problem]]:
         """Whether a forward changes this state where it begins with other values, and what is wrong with that."""
-        # Not the errors of a model that cannot begin with other values.
+        is_changed, problems = False, list[Problem]()
+        # Not the errors of a model that cannot begin with other values; what it has shown before is not lost.
         with contextlib.suppress(Exception), moved_state(self._model, names):
             full = self._forward(batch)
-            if full.state_changes:
+            is_changed = bool(full.state_changes)
+            if is_changed:
                 full, parts = self._forward_parts(batch, full)
-                return True, self._state_problems(batch, [*parts, full])
-        return False, []
+                problems = self._state_problems(batch, [*parts, full])
+        return is_changed, problems
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""
