@@ -20,8 +20,8 @@ from fourfold.plan.predict.cluster_file import (
     read_cluster,
     read_table,
 )
-from fourfold.plan.predict.quantities import UNITS, Dimension, read_quantity
 from fourfold.words.errors import PlanError, Problem
+from fourfold.words.quantities import UNITS, Dimension, read_quantity
 
 
 def table() -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fourfold.analysis.describe_pipeline import format_pipeline
-from fourfold.analysis.describe_programs import format_ordinal, format_programs, format_ranges, indent, plural
+from fourfold.analysis.describe_programs import format_ordinal, format_programs, format_ranges, plural
 from fourfold.analysis.describe_sequence import format_sequence
 from fourfold.analysis.describe_tensor import format_tensor
 from fourfold.parts.optim.user_optimizer import build_optimizer
@@ -36,7 +36,7 @@ from fourfold.step.pipeline.chain import map_stages
 from fourfold.step.recompute import recomputed_blocks
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
-from fourfold.words.text_table import table_lines
+from fourfold.words.text_table import indent, table_lines
 from fourfold.words.units import format_bytes
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from fourfold.words.program import (
     Program,
     Verb,
 )
-from fourfold.words.terminal_text import terminal_width
-from fourfold.words.text_table import INDENT
+from fourfold.words.text_table import indent, wrap
 
 MEASURE_TEXTS = {
     LOSS: "sum the loss and the counts over all ranks",
@@ -45,7 +44,6 @@ VERB_TEXTS = {
     Verb.PUSH: "add the change of a bucket's weights on this rank to the sum over the data ranks",
     Verb.PULL: "take an outer step along the mean change: all data ranks have the same weights again",
 }
-MAX_LINE_LENGTH = 100
 
 
 def format_programs(blueprints: Mapping[str, Blueprint]) -> list[str]:
@@ -118,19 +116,3 @@ def format_ordinal(number: int) -> str:
 
 def plural(noun: str, count: int) -> str:
     return noun if count == 1 else noun + "s"
-
-
-def indent(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
-def wrap(words: Sequence[str]) -> list[str]:
-    """The words in lines that fit into the terminal, of at most MAX_LINE_LENGTH characters."""
-    width = min(MAX_LINE_LENGTH, terminal_width() - INDENT)
-    lines, line = [], ""
-    for word in words:
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return [*lines, line]

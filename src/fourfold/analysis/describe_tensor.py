@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fourfold.analysis.describe_programs import indent
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.tensor_layout import TensorLayout
@@ -17,7 +16,7 @@ from fourfold.plan.tensor_rules import Style
 from fourfold.step.tensor.module_specs import module_specs
 from fourfold.step.tensor.tensor_axis import model_layout, model_residual
 from fourfold.words.layout import Change
-from fourfold.words.text_table import table_lines
+from fourfold.words.text_table import indent, table_lines
 from fourfold.words.units import format_bytes
 
 NOTHING = "–"

@@ -4,28 +4,26 @@ region   a part of a forward of which autograd keeps nothing but the inputs; bac
 full     nothing else is kept
 kept     with `selective`: the results of products with weights, of fused attention, and of the collectives that
          `kept` wraps; the second forward takes them in place of computing them
-boundary a region's input. Where tensor ranks have the same one, each keeps an equal part, and backward gathers it
 Law: the second forward computes what the first one did, bit for bit, so gradients are those without regions.
 
 Products of two activations (`bmm`, `baddbmm`) are computed again: those of an attention written by hand are as large as
 the square of the sequence. `create_selective_checkpoint_contexts` of torch counts every operation of both forwards;
 here they may differ in all that is not kept, such as a collective that is not repeated.
 
-Sources: Chen et al. (arXiv 1604.06174); selective: Korthikanti et al. (arXiv 2205.05198); parts of the boundary: ZeRO
-(arXiv 1910.02054, P_a); `torch.utils.checkpoint`, without reentrant autograd.
+Sources: Chen et al. (arXiv 1604.06174); selective: Korthikanti et al. (arXiv 2205.05198); `torch.utils.checkpoint`,
+without reentrant autograd.
 """
 
 import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.torch_dispatch import PRODUCTS_AND_ATTENTION, EagerDispatchMode, kept_alias
 from fourfold.parts.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
@@ -149,46 +147,6 @@ def compute_twice(function: Callable[..., Any], args: Any, kwargs: Any, *, selec
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
-# ---- boundaries ---------------------------------------------------------------------------------------------------
-
-
-class BoundaryPart(NamedTuple):
-    """This rank's part of a tensor that all ranks of a group have.
-
-    flat  a copy, padded to equal parts
-    """
-
-    flat: Tensor
-    shape: torch.Size
-    is_trained: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, group: TensorGroup) -> "BoundaryPart":
-        length = -(-tensor.numel() // group.size)
-        own = tensor.detach().reshape(-1)[group.index * length : (group.index + 1) * length]
-        flat = own.new_zeros(length)
-        flat[: own.numel()] = own
-        return cls(flat, tensor.shape, tensor.requires_grad)
-
-    def gather(self, group: TensorGroup) -> Tensor:
-        """The whole tensor, without its graph. Collective."""
-        whole = group.all_gather(self.flat, 0)[: self.shape.numel()].view(self.shape)
-        return whole.requires_grad_(self.is_trained)
-
-
 def trained_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The inputs of a region that have gradients. Others, such as masks, are of all blocks, and are kept once."""
     return [each for each in tensors if each.requires_grad]
-
-
-def is_same_on_ranks(tensor: Tensor, group: TensorGroup) -> bool:
-    """Whether all ranks of a group have the same values. Collective: shapes and dtypes must be the same.
-
-    On the meta device there are none: fake ranks compute the same.
-    """
-    if tensor.is_meta:
-        return True
-    whole = BoundaryPart.of(tensor, group).gather(group).detach()
-    is_equal = torch.equal(whole.nan_to_num(), tensor.detach().nan_to_num())
-    differs = torch.tensor([not is_equal], dtype=torch.int32, device=tensor.device)
-    return not int(group.all_reduce_max(differs))

@@ -1,6 +1,8 @@
 """Recompute: the blocks of a model whose activations backward computes again.
 
-block  a module of the chain that a pipeline divides (`step/pipeline/chain.py`); with pp = 1, any block of the model
+block     a module of the chain that a pipeline divides (`step/pipeline/chain.py`); with pp = 1, any block of the model
+boundary  a block's input. Where tensor ranks have the same one, each keeps an equal part, and backward gathers it
+          (ZeRO, arXiv 1910.02054, P_a)
 Law: outside of a step's forward the user's blocks are as the user made them. Inside, a block has a `forward` of its
 own, which calls the user's; a second forward gives what the first one gave, with the same dropout and the same weights.
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from fourfold.parts.checkpoints import is_in_checkpoint
 from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.recompute import BoundaryPart, compute_twice, is_same_on_ranks, trained_inputs
+from fourfold.parts.recompute import compute_twice, trained_inputs
 from fourfold.parts.tensor.split_region import origins
 from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.step.pipeline.chain import find_chain
@@ -29,6 +31,43 @@ from fourfold.words.errors import PlanError, Problem, TaskError
 RECOMPUTE_NONE = 'recompute = "none"'
 NUMBERS = (bool, int, float)
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+class BoundaryPart(NamedTuple):
+    """This rank's part of a tensor that all ranks of a group have.
+
+    flat  a copy, padded to equal parts
+    """
+
+    flat: Tensor
+    shape: torch.Size
+    is_trained: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, group: TensorGroup) -> "BoundaryPart":
+        length = -(-tensor.numel() // group.size)
+        own = tensor.detach().reshape(-1)[group.index * length : (group.index + 1) * length]
+        flat = own.new_zeros(length)
+        flat[: own.numel()] = own
+        return cls(flat, tensor.shape, tensor.requires_grad)
+
+    def gather(self, group: TensorGroup) -> Tensor:
+        """The whole tensor, without its graph. Collective."""
+        whole = group.all_gather(self.flat, 0)[: self.shape.numel()].view(self.shape)
+        return whole.requires_grad_(self.is_trained)
+
+
+def is_same_on_ranks(tensor: Tensor, group: TensorGroup) -> bool:
+    """Whether all ranks of a group have the same values. Collective: shapes and dtypes must be the same.
+
+    On the meta device there are none: fake ranks compute the same.
+    """
+    if tensor.is_meta:
+        return True
+    whole = BoundaryPart.of(tensor, group).gather(group).detach()
+    is_equal = torch.equal(whole.nan_to_num(), tensor.detach().nan_to_num())
+    differs = torch.tensor([not is_equal], dtype=torch.int32, device=tensor.device)
+    return not int(group.all_reduce_max(differs))
 
 
 class Recompute:

@@ -1,4 +1,4 @@
-"""Text tables: rows of cells as aligned lines.
+"""Text tables: rows of cells as aligned lines, and words in lines that fit into the terminal.
 
 Law: no line ends in spaces, and a column that is empty in every row takes no room.
 """
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fourfold.words.terminal_text import terminal_width
 
 INDENT = 2  # columns in front of most tables
+MAX_LINE_LENGTH = 100
 
 
 def align_columns(rows: Sequence[Sequence[str]], alignments: str, *, gap: str = "  ") -> list[str]:
@@ -37,3 +38,19 @@ def table_lines(rows: Sequence[Sequence[str]], alignments: str, *, gap: str = " 
         cells = [[row[each] for each in columns] for row in rows]
         lines += [*[""][: len(lines)], *align_columns(cells, "".join(alignments[each] for each in columns), gap=gap)]
     return lines
+
+
+def indent(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def wrap(words: Sequence[str]) -> list[str]:
+    """The words in lines that fit into the terminal, of at most MAX_LINE_LENGTH characters."""
+    width = min(MAX_LINE_LENGTH, terminal_width() - INDENT)
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return [*lines, line]

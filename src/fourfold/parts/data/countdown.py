@@ -7,9 +7,12 @@ launch     the start of a bucket's reduction, in program order (the same on ever
 Law: buckets are launched in program order, whatever the order in which they become complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import nn
 
 from fourfold.plan.data.buckets import Bucket
+from fourfold.words.errors import Problem, TrainingError
 
 
 class Countdown:
@@ -99,3 +102,26 @@ class Countdown:
         first = sum(self._sizes[:bucket])
         indices = range(first, first + self._sizes[bucket])
         return next((self.names[index] for index in indices if self.reached[index]), None)
+
+
+def check_all_reached(countdown: Countdown, buckets: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+    """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached.
+
+    `parameters` are in the order of the countdown.
+    """
+    need = "a gradient for every trainable parameter"
+    # A reentrant checkpoint without an input that requires a gradient gives its parameters none.
+    attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
+    attempt_frozen = 'unused = "allow", which lets parameters be frozen and unfrozen during training'
+    problems = []
+    rows = zip(countdown.names, countdown.bucket_of, countdown.reached, parameters, strict=True)
+    for name, bucket, was_reached, parameter in rows:
+        if bucket not in buckets:
+            continue
+        if not was_reached and parameter.requires_grad:
+            problems.append(Problem(f"parameter {name} got no gradient", need, attempt))
+        elif not was_reached:
+            got = f"parameter {name} got no gradient: it was frozen after the step was built"
+            problems.append(Problem(got, need, attempt_frozen))
+    if problems:
+        raise TrainingError(problems)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from fourfold.parts.comm.meter import CommMeter
 from fourfold.parts.comm.reduce.protocol import GradReducer
-from fourfold.parts.data.countdown import Countdown
+from fourfold.parts.data.countdown import Countdown, check_all_reached
 from fourfold.parts.data.grad_checks import (
-    check_all_reached,
     check_dense,
     raise_grad_cleared,
     raise_grad_has_graph,

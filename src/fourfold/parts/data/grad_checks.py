@@ -1,15 +1,13 @@
-"""Gradient checks: gradients that cannot be reduced, and parameters that got none.
+"""Gradient checks: gradients that cannot be reduced.
 
 Law: each error names the parameter and says what to change in the user's code.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fourfold.parts.data.countdown import Countdown
 from fourfold.words.errors import Problem, TaskError, TrainingError
 
 
@@ -50,26 +48,3 @@ def second_grad_problem(name: str) -> Problem:
 def raise_second_grad(name: str) -> NoReturn:
     """Raise TaskError for the second gradient of a parameter in one backward."""
     raise TaskError(second_grad_problem(name))
-
-
-def check_all_reached(countdown: Countdown, buckets: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-    """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached.
-
-    `parameters` are in the order of the countdown.
-    """
-    need = "a gradient for every trainable parameter"
-    # A reentrant checkpoint without an input that requires a gradient gives its parameters none.
-    attempt = 'unused = "allow", or requires_grad_(False), or use_reentrant=False if it is in a checkpoint'
-    attempt_frozen = 'unused = "allow", which lets parameters be frozen and unfrozen during training'
-    problems = []
-    rows = zip(countdown.names, countdown.bucket_of, countdown.reached, parameters, strict=True)
-    for name, bucket, was_reached, parameter in rows:
-        if bucket not in buckets:
-            continue
-        if not was_reached and parameter.requires_grad:
-            problems.append(Problem(f"parameter {name} got no gradient", need, attempt))
-        elif not was_reached:
-            got = f"parameter {name} got no gradient: it was frozen after the step was built"
-            problems.append(Problem(got, need, attempt_frozen))
-    if problems:
-        raise TrainingError(problems)

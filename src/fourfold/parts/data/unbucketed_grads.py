@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.data.countdown import Countdown
-from fourfold.parts.data.grad_checks import check_all_reached, check_dense, raise_grad_cleared, raise_second_grad
+from fourfold.parts.data.countdown import Countdown, check_all_reached
+from fourfold.parts.data.grad_checks import check_dense, raise_grad_cleared, raise_second_grad
 from fourfold.parts.data.grad_hooks import has_user_hooks
 from fourfold.parts.optim.flat_optimizer import UpdateSlice
 from fourfold.plan.data.buckets import Bucket

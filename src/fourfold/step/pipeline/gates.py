@@ -14,12 +14,12 @@ The forward runs as the user wrote it. After its last block a stage leaves it.
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.parts.comm.tensor.protocol import TensorGroup
 from fourfold.parts.torch_private import own_parameters
 from fourfold.step.pipeline.backward_hooks import hooks_inside, without_hooks
 from fourfold.step.pipeline.chain import Chain
@@ -77,6 +77,21 @@ NOTHING_CARRIED = Carried()
 WEIGHT_FORM = Form("*", next)
 
 
+class TokenRegion(Protocol):
+    """The tensor ranks' region of which a rank holds some tokens."""
+
+    group: TensorGroup
+
+    def with_group(self, group: TensorGroup) -> contextlib.AbstractContextManager[None]:
+        """Within, another group of the same ranks does the sums."""
+
+    def begin_tokens(self, hidden: Tensor) -> None:
+        """Begin a pass with rows that another stage has made, of as many tokens as this tensor has."""
+
+    def end_tokens(self) -> None:
+        """End a pass through the blocks of this stage."""
+
+
 class SplitResidual(NamedTuple):
     """Where tensor ranks begin to hold some tokens of hidden tensors: the modules at whose entry; empty: nowhere.
 
@@ -84,7 +99,7 @@ class SplitResidual(NamedTuple):
     """
 
     entries: frozenset[str]
-    region: SplitRegion
+    region: TokenRegion
 
 
 class Gates:
