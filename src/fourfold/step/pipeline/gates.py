@@ -84,6 +84,7 @@ class TokenRegion(Protocol):
 
     def with_group(self, group: TensorGroup) -> contextlib.AbstractContextManager[None]:
         """Within, another group of the same ranks does the sums."""
+        ...
 
     def begin_tokens(self, hidden: Tensor) -> None:
         """Begin a pass with rows that another stage has made, of as many tokens as this tensor has."""
