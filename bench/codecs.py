@@ -16,11 +16,11 @@ import time
 import torch
 
 from bench.measurement import describe_machine, format_table
-from fourfold.parts import memory
-from fourfold.parts.codec import registry
-from fourfold.parts.codec.protocol import Codec
+from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.comm.codec import registry
+from fourfold.comm.codec.protocol import Codec
 from fourfold.plan.codec import CodecSpec, Combine, codec_sent_bytes
-from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.torch_kit import memory
 
 # A block of a small language model, in reverse order of definition: 1,050,624 elements, 4.0 MiB of float32.
 SHAPES = [(256, 1024), (512,), (1024, 256), (512,), (256, 512), (512, 256), (512,), (1024, 256), (512,)]

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
-from fourfold.parts.comm.edge_compression import Compression, Kept, make_compression
-from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
+from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes
+from fourfold.comm.edge_compression import Compression, Kept, make_compression
 from fourfold.tasks import lm, text
 
 LM_DENSITIES, CLICK_DENSITIES, SEEDS = (0.25, 0.1), (0.05,), 3

@@ -20,12 +20,12 @@ from bench.plan_search import CASES, DTYPE
 from fourfold.plan.check import combination_problems
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.estimate import ESTIMATE_ERROR, Estimator
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.estimate import ESTIMATE_ERROR, Estimator
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 from fourfold.words.errors import PlanError
 from fourfold.words.text_table import align_columns
 

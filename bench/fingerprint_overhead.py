@@ -21,8 +21,8 @@ import torch
 import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
-from fourfold.parts.comm.reduce.collective_fingerprint import BOARD_DEPTH
-from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS, WorldChannel
+from fourfold.comm.reduce.collective_fingerprint import BOARD_DEPTH
+from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS, WorldChannel
 
 NUM_RANKS, WARMUP, NUM_CALLS = 2, 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"

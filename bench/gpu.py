@@ -22,14 +22,14 @@ from torch.nn import functional as F
 
 import fourfold as ff
 from bench.measurement import describe_machine, format_table
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import lm
 from fourfold.words.task import Task
 

@@ -2,7 +2,7 @@
 
 unchanged  the options are those of the step before
 schedule   every group has a new learning rate in each step; the time of the schedule itself is not counted
-OTHER      another version of `parts/optim/option_tracker.py`: the two take turns; ratios are of consecutive readings
+OTHER      another version of `optim/option_tracker.py`: the two take turns; ratios are of consecutive readings
 Law: each reading is timed by itself, in turn, so that load affects both versions equally.
 
     PYTHONPATH=src:. python bench/options.py [OTHER]
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.parts.comm.reduce import collective_fingerprint, divergence_report
-from fourfold.parts.optim import option_tracker
+from fourfold.comm.reduce import collective_fingerprint, divergence_report
+from fourfold.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
 NUM_REPEATS = 5000

@@ -25,8 +25,8 @@ from bench.data_parallel import middle_half
 from bench.measurement import describe_machine, format_table
 from bench.pipeline_worker import COMPUTES, EDGE, FOURFOLD, GLOO, SHARED, TORCH, Setting
 from bench.process_world import World
-from fourfold.plan.pipeline.schedules import expected_bubble
-from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec
+from fourfold.axes.pipeline.rules.schedules import expected_bubble
+from fourfold.axes.pipeline.rules.spec import BlockCosts, PipelineSpec
 
 MODULE = "bench.pipeline_worker"
 RANKS = 2

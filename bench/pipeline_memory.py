@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.analysis.task_facts.fake_ranks import FakeChannel
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import AttentionDropout
-from fourfold.parts.sequence.sequence_group import SequenceGroup
-from fourfold.plan.pipeline.schedules import compute_actions
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.dropout import AttentionDropout
+from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.axes.pipeline.rules.schedules import compute_actions
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import NullRingGroup, RingOverP2P
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.planner.task_facts.fake_ranks import FakeChannel
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.words.program import Action, Verb

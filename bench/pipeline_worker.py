@@ -235,10 +235,10 @@ def _by_edge(edges: Any, message: Tensor, rank: int) -> float:
 
 
 def _edge_turns(setting: str) -> Callable[[Mapping[str, Any]], dict[str, object]]:
-    from fourfold.parts.comm import init
-    from fourfold.parts.comm.edges import make_edges
-    from fourfold.parts.comm.meter import CommMeter
-    from fourfold.parts.memory import keep_freed_memory
+    from fourfold.comm import init
+    from fourfold.comm.edges import make_edges
+    from fourfold.comm.meter import CommMeter
+    from fourfold.torch_kit.memory import keep_freed_memory
 
     keep_freed_memory()
     edges = make_edges(init.init_communicator(), CommMeter(), choice="shared")

@@ -15,11 +15,11 @@ import time
 from typing import NamedTuple
 
 from bench.measurement import describe_machine
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.decide import decide
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.roofline import RooflinePrices
+from fourfold.plan.ask import Ask
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.search.decide import decide
 from fourfold.words.text_table import align_columns
 
 

@@ -26,16 +26,16 @@ from typing import NamedTuple
 from bench.measurement import MB, PeakMemory, describe_machine, format_table
 from bench.predict_worker import CALIBRATE, parse_plan, parse_task
 from bench.process_world import World
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.memory import has_unbucketed_grads
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibrated_prices import CalibratedPrices
-from fourfold.plan.predict.calibration import Calibration, decode_calibration
-from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import MemoryParts, Prediction
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
+from fourfold.planner.predict.calibrated_prices import CalibratedPrices
+from fourfold.planner.predict.calibration import Calibration, decode_calibration
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.predict.prediction import MemoryParts, Prediction
+from fourfold.planner.predict.step import predict_step
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.testing.network_namespaces import Hosts
 from fourfold.words.errors import FourfoldError
 

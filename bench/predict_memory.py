@@ -1,6 +1,6 @@
 """Bytes predicted next to bytes held: a task on every mesh of four ranks, and at every zero level.
 
-kept     by all ranks from step to step: as counted (`parts/memory.py`), over what the facts and the plan predict
+kept     by all ranks from step to step: as counted (`torch_kit/memory.py`), over what the facts and the plan predict
 peak     of all ranks in later steps, beyond what their processes had before there was a model: the most that the
          kernel has counted (PSS of private and shared memory, sampled), over the predicted peak
 Law: no step is timed, so other processes do not disturb.
@@ -20,8 +20,8 @@ from bench.measurement import MB, PeakMemory, describe_machine, format_table
 from bench.predict import FOUR, MODULE, TASKS, kept_bytes, names_of, predict_memory_of, topology_of
 from bench.predict_worker import parse_plan, parse_task
 from bench.process_world import World
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.words.errors import FourfoldError
 from fourfold.words.mesh import AXES
 

@@ -24,7 +24,7 @@ from bench.measurement import PeakMemory
 from bench.predict_tasks import NUM_BATCHES
 from fourfold.cli import job
 from fourfold.feed.feed import Feed
-from fourfold.parts.memory import memory_use
+from fourfold.torch_kit.memory import memory_use
 from fourfold.words.task import Task
 
 CALIBRATE = "fourfold-calibrate"
@@ -80,11 +80,11 @@ def calibrate(task: Task, file: str) -> dict[str, object]:
     """Measure with all ranks; rank 0 writes the calibration."""
     from pathlib import Path
 
-    from fourfold.analysis.calibrate.machine import this_machine
-    from fourfold.analysis.calibrate.rank import Conditions, measure
-    from fourfold.analysis.task_facts.source import TaskFacts
-    from fourfold.parts.comm import init
-    from fourfold.plan.predict.calibration import encode_calibration
+    from fourfold.comm import init
+    from fourfold.planner.calibrate.machine import this_machine
+    from fourfold.planner.calibrate.rank import Conditions, measure
+    from fourfold.planner.predict.calibration import encode_calibration
+    from fourfold.planner.task_facts.source import TaskFacts
 
     ranks = init.init_communicator()
     machine = this_machine(ranks.size, threads=torch.get_num_threads(), hosts=ranks.num_hosts)

@@ -17,11 +17,11 @@ from bench.resnet_facts import ResNetFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 
 IMAGES = 1_281_167
 # Xeon Phi 7250 with Omni-Path, as in Stampede2: no description comes with Fourfold. Intel's data sheets: 68 cores at

@@ -15,14 +15,14 @@ import numpy as np
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, topology_of
-from fourfold.plan.predict.cluster_file import read_cluster, read_table
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.prices import SegmentSeconds
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import Cluster, topology_of
+from fourfold.planner.predict.cluster_file import read_cluster, read_table
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.prices import SegmentSeconds
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 from fourfold.words.layout import Change
 
 CLUSTER = "dgx-a100"

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 
 NO_HEAD = 8  # tokens of a vocabulary whose head costs nothing
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.measurement import describe_machine, format_table
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.topology import Topology
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import hf, lm
 from fourfold.words.task import Task
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.tasks import lm

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.division import divide, division_problems, stage_names
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.predict.facts import ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.planner.predict.facts import ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.words.errors import PlanError, Problem
 
 BLOCKS = ((3, 64), (4, 128), (6, 256), (3, 512))

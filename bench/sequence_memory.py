@@ -25,21 +25,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.analysis.task_facts.fake_ranks import FakeChannel, TruncatedRing
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.single_rank import SingleRankReducer, WholeWeights
-from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
-from fourfold.parts.data.flat_params import flatten_params, param_specs
-from fourfold.parts.data.grad_buckets import GradBuckets
-from fourfold.parts.data.grad_hooks import GradHooks
-from fourfold.parts.data.gradients import MeanSink
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import AttentionDropout
-from fourfold.parts.sequence.sequence_group import SequenceGroup
-from fourfold.plan.data.buckets import make_buckets
-from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.dropout import AttentionDropout
+from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.axes.data.rules.buckets import make_buckets
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
+from fourfold.axes.data.work.flat_params import flatten_params, param_specs
+from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.axes.data.work.gradients import MeanSink
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.single_rank import SingleRankReducer, WholeWeights
+from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.fake_ranks import FakeChannel, TruncatedRing
 from fourfold.step.peak_memory import PeakMemory
+from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.layout import SPLIT
 
 USABLE_BYTES = 15_400_000_000

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts.comm import init
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import NullRingGroup, RingGroup
-from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
-from fourfold.plan.sequence import token_positions
+from fourfold.axes.context.rules.layout import token_positions
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.sequence_group import SequenceGroup, connect_sequence
+from fourfold.comm import init
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import NullRingGroup, RingGroup
+from fourfold.torch_kit.memory import keep_freed_memory
 
 ALONE = "alone"
 

@@ -89,7 +89,7 @@ def dtensor(case: Case) -> Step:
 
 def alone(case: Case) -> Step:
     """Models of a rank's share of the weights, each trained by itself."""
-    from fourfold.parts.memory import keep_freed_memory
+    from fourfold.torch_kit.memory import keep_freed_memory
 
     keep_freed_memory()
     model = build_model()

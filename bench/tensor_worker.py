@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.parts.comm import init
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor import process_group
-from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.comm.tensor_groups import make_tensor_group
-from fourfold.parts.memory import keep_freed_memory
-from fourfold.parts.tensor.split_region import RowProduct
+from fourfold.axes.tensor.work.split_region import RowProduct
+from fourfold.comm import init
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor import process_group
+from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_groups import make_tensor_group
+from fourfold.torch_kit.memory import keep_freed_memory
 
 SHARED, BUFFER, GLOO = "shared memory", "from the buffer", "gloo"
 

@@ -57,7 +57,7 @@ def ddp_tuned(model: nn.Module, case: Case) -> Step:
 
 def ddp_malloc(model: nn.Module, case: Case) -> Step:
     """Tuned DDP in a process that keeps freed memory, as Fourfold's do: it shows what the allocator contributes."""
-    from fourfold.parts.memory import keep_freed_memory
+    from fourfold.torch_kit.memory import keep_freed_memory
 
     keep_freed_memory()
     return ddp_tuned(model, case)

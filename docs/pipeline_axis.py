@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from fourfold.plan.pipeline.division import StageSpec
-from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.plan.pipeline.spec import EQUAL_COSTS
+from fourfold.axes.pipeline.rules.division import StageSpec
+from fourfold.axes.pipeline.rules.schedules import compute_actions
+from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
+from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.plan.simulate import Timeline, simulate
-from fourfold.step.pipeline.chain import map_stages
 from fourfold.tasks import lm
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb

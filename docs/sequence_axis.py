@@ -1,12 +1,12 @@
 """Draws docs/sequence-axis.svg: python docs/sequence_axis.py
 
-Law: token ranges, tiles and work come from `fourfold.plan.sequence`; nothing is drawn by hand.
+Law: token ranges, tiles and work come from `fourfold.axes.context.rules.layout`; nothing is drawn by hand.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold.plan.sequence import SequenceSpec, Tile, TokenRanges, scores_per_index, tiles
+from fourfold.axes.context.rules.layout import SequenceSpec, Tile, TokenRanges, scores_per_index, tiles
 
 RANKS, CHUNKS, CELL = 4, 8, 20
 WIDTH, HEIGHT = 960, 396

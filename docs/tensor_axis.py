@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from fourfold.plan.tensor_layout import tensor_layout
+from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
+from fourfold.axes.tensor.rules.layout import tensor_layout
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.tensor.module_specs import module_specs, tied_names
 from fourfold.tasks import lm
 
 RANKS = 2

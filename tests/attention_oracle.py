@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask
-from fourfold.parts.sequence.sequence_group import SequenceGroup
-from fourfold.plan.sequence import RINGS, TokenRanges, token_positions
+from fourfold.axes.context.rules.layout import RINGS, TokenRanges, token_positions
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask
+from fourfold.axes.context.work.sequence_group import SequenceGroup
 
 TOLERANCE = 1e-12
 BATCH, LOCAL_LENGTH, HEAD_SIZE = 2, 4, 5

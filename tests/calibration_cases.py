@@ -3,9 +3,9 @@
 from dataclasses import fields
 from pathlib import Path
 
-from fourfold.analysis.calibrate.machine import this_machine
 from fourfold.cli.plan_calibrate import threads_of_rank
-from fourfold.plan.predict.calibration import (
+from fourfold.planner.calibrate.machine import this_machine
+from fourfold.planner.predict.calibration import (
     Calibration,
     CollectiveRecord,
     Curve,
@@ -16,7 +16,7 @@ from fourfold.plan.predict.calibration import (
     task_key,
     write_calibration,
 )
-from fourfold.plan.predict.facts import FactsSource
+from fourfold.planner.predict.facts import FactsSource
 from fourfold.words.layout import Change
 
 GIGA = Curve((1e6, 1e9), (1e-3, 1.0))  # a billion of anything takes a second

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.codec import registry
-from fourfold.parts.codec.protocol import Codec
-from fourfold.parts.data.flat_params import param_specs
-from fourfold.parts.tensor.cut import local_part
-from fourfold.plan.data.buckets import Bucket, make_buckets
+from fourfold.axes.data.rules.buckets import Bucket, make_buckets
+from fourfold.axes.data.work.flat_params import param_specs
+from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.axes.tensor.rules.dims import TensorSpec
+from fourfold.axes.tensor.work.cut import local_part
+from fourfold.comm.codec import registry
+from fourfold.comm.codec.protocol import Codec
+from fourfold.model.batch import Microbatch, split_microbatches
+from fourfold.model.loss_sum import sum_loss
+from fourfold.model.model_call import call_model
+from fourfold.model.weights import trainable_parameters
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.step.batch import Microbatch, split_microbatches
-from fourfold.step.loss_sum import sum_loss
-from fourfold.step.model_call import call_model
-from fourfold.step.tensor.tensor_axis import place_shards
-from fourfold.step.weights import trainable_parameters
 from fourfold.testing.oracle import TrainingResult, simulate_reduce
 from tests.cases import TENSOR_RULES, Case, batches, local_batch, loss, model, optimizer
 

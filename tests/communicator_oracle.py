@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fourfold.parts import memory
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.host_shared_memory import open_host_memory
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.torch_kit import memory
 from fourfold.words.mesh import AXES, Axis, Mesh
 
 AXES_SUBSETS: list[tuple[Axis, ...]] = [

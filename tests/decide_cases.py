@@ -8,13 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fourfold.axes.pipeline.rules.division import divide, division_problems
+from fourfold.axes.tensor.rules.dims import dims_on_axis
 from fourfold.plan.check import combination_problems
-from fourfold.plan.decide.space import Space
-from fourfold.plan.decide.stages import Chain, Segment, Submesh, best_division, division_of
-from fourfold.plan.pipeline.division import divide, division_problems
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.plan.tensor_dims import dims_on_axis
+from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.planner.search.space import Space
+from fourfold.planner.search.stages import Chain, Segment, Submesh, best_division, division_of
 from fourfold.words.errors import PlanError, Problem
 
 RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 0.33}

@@ -1,10 +1,10 @@
 """Literal predictions and decisions, for tests of what is printed and drawn of them."""
 
-from fourfold.plan.decide.decision import Change, Decision, Refused
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.plan.predict.workload import Workload
 from fourfold.plan.simulate import TimedAction
+from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.planner.predict.workload import Workload
+from fourfold.planner.search.decision import Change, Decision, Refused
 from fourfold.words.errors import Problem
 from fourfold.words.program import Action, Verb
 

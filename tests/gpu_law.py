@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import fourfold as ff
-from fourfold.parts.sequence import kernels
-from fourfold.parts.sequence.kernels import AttentionBlock, SoftmaxTotals
+from fourfold.axes.context.work import kernels
+from fourfold.axes.context.work.kernels import AttentionBlock, SoftmaxTotals
 from fourfold.tasks import lm
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.testing.process_world import CaseFailed, SpawnedWorld

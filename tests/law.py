@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fourfold.parts.optim import user_optimizer
+from fourfold.axes.context.rules.layout import RINGS
+from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.optim import user_optimizer
 from fourfold.plan.plan_fields import FIELD_RULES
-from fourfold.plan.sequence import RINGS
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
-from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from fourfold.words.errors import PlanError

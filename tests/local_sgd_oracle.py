@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from fourfold.step.loss_sum import sum_loss
-from fourfold.step.model_call import call_model
+from fourfold.model.loss_sum import sum_loss
+from fourfold.model.model_call import call_model
 from fourfold.testing.oracle import TrainingResult
 from tests.cases import Case, batches, local_batch, loss, model, optimizer
 

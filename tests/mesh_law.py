@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.schedules import SCHEDULES
-from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec
+from fourfold.axes.pipeline.rules.schedules import SCHEDULES
+from fourfold.axes.pipeline.rules.spec import BlockCosts, PipelineSpec
 
 SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 COSTS = st.builds(BlockCosts, *[st.integers(1, 5)] * 3)

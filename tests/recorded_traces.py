@@ -1,7 +1,7 @@
 """Traces written by hand: what two ranks recorded in a few steps, in whole and half seconds."""
 
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
-from fourfold.plan.data.zero import RESTING_LAYOUTS
+from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.trace_file import Event, Trace
 from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, GATHER_LANE, REDUCE_LANE, WAIT_SPAN
 

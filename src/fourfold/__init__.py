@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fourfold import callbacks, losses, optim
     from fourfold.attention import DocumentMask
     from fourfold.checkpoint.checkpoints import Checkpoints
+    from fourfold.comm.init import world
     from fourfold.feed.dataloader import shard
     from fourfold.feed.feed import Feed
     from fourfold.feed.formats.open import open_source
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from fourfold.feed.transform import Transformed
     from fourfold.launcher.notebook import launch
     from fourfold.launcher.verify import verify
-    from fourfold.parts.comm.init import world
-    from fourfold.plan.decide.ask import Ask
+    from fourfold.plan.ask import Ask
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
     from fourfold.step.distributed_optimizer import DistributedOptimizer
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Ask": "plan.decide.ask",
+    "Ask": "plan.ask",
     "Callback": "words.callback",
     "Checkpoints": "checkpoint.checkpoints",
     "DamagedSample": "words.errors",
@@ -106,7 +106,7 @@ _MODULE_OF = {
     "sql": "feed.rows.sql",
     "train": "trainer.train",
     "verify": "launcher.verify",
-    "world": "parts.comm.init",
+    "world": "comm.init",
 }
 
 

@@ -3,6 +3,6 @@
 Law: with them, `scaled_dot_product_attention` gives what it gives with the matrix, on any mesh.
 """
 
-from fourfold.parts.sequence.document_mask import DocumentMask
+from fourfold.axes.context.work.document_mask import DocumentMask
 
 __all__ = ["DocumentMask"]

@@ -3,6 +3,6 @@
 Law: values and gradients are those of torch's functions of the same names, without reduction.
 """
 
-from fourfold.parts.tensor.cross_entropy import cross_entropy
+from fourfold.axes.tensor.work.cross_entropy import cross_entropy
 
 __all__ = ["cross_entropy"]

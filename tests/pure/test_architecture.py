@@ -20,9 +20,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 600, 60, 8,
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
 DCP_EXPORT = SOURCE / "checkpoint" / "dcp_export.py"
 ALLOWED = {
-    "parts/sequence/attention.py sequence_attention": "the arguments of scaled_dot_product_attention, and the ring's",
+    "axes/context/work/attention.py sequence_attention": "those of scaled_dot_product_attention, and the ring's",
     "step/parallelize.py parallelize": PUBLIC_SIGNATURE,
-    "step/transformers_attention.py _attention": "the signature that transformers calls",
+    "model/transformers_attention.py _attention": "the signature that transformers calls",
     "tasks/hf.py task": "every parameter is a setting of the command line",
     "tasks/lm.py task": "every parameter is a setting of the command line",
     "trainer/train.py train": PUBLIC_SIGNATURE,
@@ -37,12 +37,11 @@ def _forget_the_files() -> Iterator[None]:
 
 def test_only_comm_and_process_launchers_import_torch_distributed():
     importers = {
-        path.relative_to(SOURCE).parts[:2]
+        path.relative_to(SOURCE).parts[0]
         for path in files()
         if any(name.startswith("torch.distributed") for name in imports(path)) and path != DCP_EXPORT
     }
-    assert {parts[0] for parts in importers} <= {"parts", "launcher", "doctor", "testing"}
-    assert {parts for parts in importers if parts[0] == "parts"} == {("parts", "comm")}
+    assert importers <= {"comm", "launcher", "doctor", "testing"}
 
 
 def test_the_format_of_torch_distributed_checkpoint_is_written_in_one_file_and_never_read():
@@ -91,8 +90,8 @@ def test_no_module_imports_the_package_root():
                 assert node.module != "fourfold", path
 
 
-# What may hand on names of other modules: the console command's entry point, and the file of torch's private names.
-MAY_RE_EXPORT = {"cli", "parts.torch_private"}
+# What may hand on names of other modules: the console command's entry point, `ff.optim`, torch's private names.
+MAY_RE_EXPORT = {"cli", "optim", "torch_kit.torch_private"}
 
 
 def test_names_are_imported_from_the_module_that_defines_them():
@@ -204,10 +203,10 @@ AMBIGUOUS = {"_parameters", "_buffers", "_modules"}
 # The files that may name private names of other packages, and the tests that fail when a release drops one.
 # launcher/env_store.py runs while torch is being imported, so it cannot import torch_private.
 MAY_NAME_PRIVATE = {
-    "parts/torch_private.py": "test_torch_private.py",
-    "parts/torch_dispatch.py": "test_torch_dispatch.py",
-    "parts/comm/process_group_lifecycle.py": "test_process_group_private.py",
-    "step/transformers_attention.py": "test_transformers_private.py",
+    "torch_kit/torch_private.py": "test_torch_private.py",
+    "torch_kit/torch_dispatch.py": "test_torch_dispatch.py",
+    "comm/process_group_lifecycle.py": "test_process_group_private.py",
+    "model/transformers_attention.py": "test_transformers_private.py",
     "checkpoint/initial_weights.py": "test_transformers_private.py",
     "launcher/local_job.py": "test_torchelastic_private.py",
     "launcher/env_store.py": "test_env_store.py",
@@ -264,13 +263,13 @@ def test_private_names_are_used_in_these_files_only():
     for path, tree in trees.items():
         foreign = foreign_private_names(tree, ours) - PUBLIC - STANDARD_LIBRARY
         if str(path.relative_to(SOURCE)) not in MAY_NAME_PRIVATE:
-            assert not foreign, f"{path}: {sorted(foreign)} of another package; see parts/torch_private.py"
+            assert not foreign, f"{path}: {sorted(foreign)} of another package; see torch_kit/torch_private.py"
 
 
 def test_every_private_name_outside_torch_private_is_in_the_test_of_its_file():
     # Those of torch_private are behind functions, each of which has a test (test_torch_private).
     for name, test in MAY_NAME_PRIVATE.items():
-        if name != "parts/torch_private.py":
+        if name != "torch_kit/torch_private.py":
             tree, text = parsed(SOURCE / name), (TESTS / test).read_text()
             foreign = foreign_private_names(tree, defined_names(tree)) - PUBLIC - STANDARD_LIBRARY
             assert foreign, f"{name} names nothing private any more"
@@ -283,7 +282,7 @@ def test_few_files_import_transformers_and_the_launcher_alone_torchelastic():
         for package, names in importers.items():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
                 names.add(path.relative_to(SOURCE).as_posix())
-    assert importers["transformers"] == {"step/transformers_attention.py", "tasks/hf.py", "tasks/hf_tokenizer.py"}
+    assert importers["transformers"] == {"model/transformers_attention.py", "tasks/hf.py", "tasks/hf_tokenizer.py"}
     launcher = {
         "launcher/local_job.py",
         "launcher/local_rendezvous.py",

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fourfold as ff
-from fourfold.analysis.describe import show
-from fourfold.analysis.verify import verify
 from fourfold.plan.rng import generator_seed
+from fourfold.show.describe import show
 from fourfold.trainer.settings import make_settings
+from fourfold.verification.command import verify
 from fourfold.words import argument_checks
 from fourfold.words.errors import FourfoldError
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fourfold
-from fourfold.plan.decide.answer import Question, decide_among
-from fourfold.plan.decide.ask import ON_REQUEST, SEARCHED, Ask
+from fourfold.plan.ask import ON_REQUEST, SEARCHED, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.planner.search.answer import Question, decide_among
 from fourfold.words.errors import PlanError
 from fourfold.words.units import write_bytes
 from tests.decide_cases import Model, make_case

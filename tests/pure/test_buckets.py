@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data.buckets import effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
-from fourfold.plan.data.zero import RESTING_LAYOUTS, ShardGroups, layout_changes, step_sent_bytes
+from fourfold.axes.data.rules.buckets import effective_bucket_bytes, make_buckets
+from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, ShardGroups, layout_changes, step_sent_bytes
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb

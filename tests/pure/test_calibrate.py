@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fourfold.analysis.calibrate import machine
-from fourfold.analysis.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
-from fourfold.analysis.calibrate.probe import BLOCKS_OF_A_KIND, shorten
-from fourfold.analysis.calibrate.segments import SegmentClock, cuts_of
-from fourfold.analysis.calibrate.timing import is_steady
 from fourfold.cli import plan_calibrate, plan_machine
 from fourfold.cli.plan_calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
-from fourfold.plan.predict.calibration import CalibrationError, Cut, encode_calibration
+from fourfold.planner.calibrate import machine
+from fourfold.planner.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
+from fourfold.planner.calibrate.probe import BLOCKS_OF_A_KIND, shorten
+from fourfold.planner.calibrate.segments import SegmentClock, cuts_of
+from fourfold.planner.calibrate.timing import is_steady
+from fourfold.planner.predict.calibration import CalibrationError, Cut, encode_calibration
 from fourfold.tasks import lm
 from fourfold.words.task import Task
 from tests.calibration_cases import calibration

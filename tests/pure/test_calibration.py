@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibrated_prices import CalibratedPrices, operation_factors, operation_seconds
-from fourfold.plan.predict.calibration import (
+from fourfold.planner.predict.calibrated_prices import CalibratedPrices, operation_factors, operation_seconds
+from fourfold.planner.predict.calibration import (
     Calibration,
     CalibrationError,
     CollectiveRecord,
@@ -27,8 +27,8 @@ from fourfold.plan.predict.calibration import (
     signature,
     write_calibration,
 )
-from fourfold.plan.predict.facts import Operation, OperationKind, SegmentFacts
-from fourfold.plan.predict.prices import GroupShape
+from fourfold.planner.predict.facts import Operation, OperationKind, SegmentFacts
+from fourfold.planner.predict.prices import GroupShape
 from fourfold.words.layout import Change
 from tests.planner_cases import ChainFacts
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import (
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import (
     CLUSTERS,
     FIELDS,
     SOURCES,

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.plan.codec import (
     CODECS,
     DENSE_BELOW,
@@ -15,7 +16,6 @@ from fourfold.plan.codec import (
     low_rank_spec,
     num_sent,
 )
-from fourfold.plan.data.buckets import Bucket, Slot
 from fourfold.plan.plan import APPLIES_WHEN, Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.words.errors import PlanError

@@ -13,7 +13,7 @@ import typer
 from fourfold.cli import completion, main
 from fourfold.cli.commands import COMMANDS, app
 from fourfold.cli.completion import EXPORT_OPTIONS
-from fourfold.plan.decide.ask import ask_names
+from fourfold.plan.ask import ask_names
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
 from fourfold.plan.recipes import recipe_names
 from fourfold.trainer.callbacks.registry import SHIPPED

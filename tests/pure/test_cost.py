@@ -2,10 +2,10 @@
 
 import pytest
 
+from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan import step_breakdown
 from fourfold.plan.cost import StepCosts, measure_costs, step_costs
-from fourfold.plan.data.step_program import DataStepSpec, lower_step
-from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.plan.step_comparison import (
     compare_timelines,

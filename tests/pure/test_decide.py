@@ -8,15 +8,15 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.decide.answer import Question, decide_among
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.baselines import price_baselines
-from fourfold.plan.decide.choice import MAX_SIMULATED, choose, simplicity
-from fourfold.plan.decide.decision import Decision, Refused
-from fourfold.plan.decide.reasons import reason, savings
-from fourfold.plan.decide.space import groups, variants
+from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.search.answer import Question, decide_among
+from fourfold.planner.search.baselines import price_baselines
+from fourfold.planner.search.choice import MAX_SIMULATED, choose, simplicity
+from fourfold.planner.search.decision import Decision, Refused
+from fourfold.planner.search.reasons import reason, savings
+from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError
 from tests.decide_cases import FakePricing, Model, Rates, make_case
 

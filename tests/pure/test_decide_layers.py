@@ -7,11 +7,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.decide.answer import Question, decide_among
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.layers import Chain, search_layers
+from fourfold.axes.tensor.rules.dims import marked_dims
+from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_dims import marked_dims
+from fourfold.planner.search.answer import Question, decide_among
+from fourfold.planner.search.layers import Chain, search_layers
 from tests.decide_cases import FakePricing, Model, Rates, make_case
 
 MODEL = Model(

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.ask import Ask
 from fourfold.plan.check import combination_problems, model_trait_problems
-from fourfold.plan.decide.answer import PREDICTION_ERROR
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.decide import best_baseline_on, decide
-from fourfold.plan.decide.decision import Decision
-from fourfold.plan.decide.search import search
-from fourfold.plan.decide.space import Space, groups, make_space, variants
-from fourfold.plan.decide.step_pricing import StepPricing
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.search.answer import PREDICTION_ERROR
+from fourfold.planner.search.decide import best_baseline_on, decide
+from fourfold.planner.search.decision import Decision
+from fourfold.planner.search.search import search
+from fourfold.planner.search.space import Space, groups, make_space, variants
+from fourfold.planner.search.step_pricing import StepPricing
 from fourfold.words.errors import PlanError
 from tests.planner_cases import ChainFacts, LinearPrices, dearer
 

@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.ask import Ask
 from fourfold.plan.check import combination_problems
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.progress import Progress
-from fourfold.plan.decide.search import CUT_FIELDS, FRONT_RANGE, search
-from fourfold.plan.decide.space import groups, variants
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.search import CUT_FIELDS, FRONT_RANGE, search
+from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError
 from tests.decide_cases import FakePricing, Model, Rates, make_case
 

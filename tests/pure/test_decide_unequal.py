@@ -7,13 +7,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.decide.ask import Ask
-from fourfold.plan.decide.decide import decide
-from fourfold.plan.decide.step_pricing import host_order, places_of
+from fourfold.plan.ask import Ask
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
+from fourfold.planner.predict.step import predict_step
+from fourfold.planner.search.decide import decide
+from fourfold.planner.search.step_pricing import host_order, places_of
 from tests.planner_cases import ChainFacts, LinearPrices
 
 NETWORK = Tier(1e-6, 1e9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.division import (
+from fourfold.axes.pipeline.rules.division import (
     EVEN,
     divide,
     division_problems,

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.document_tiles import DocumentSpan, document_tiles
-from fourfold.plan.sequence import RINGS, SequenceSpec, token_positions
+from fourfold.axes.context.rules.document_tiles import DocumentSpan, document_tiles
+from fourfold.axes.context.rules.layout import RINGS, SequenceSpec, token_positions
 
 
 @st.composite

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.axes.pipeline.rules.schedules import compute_actions
+from fourfold.axes.pipeline.rules.sends import add_sends
+from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.lowering import lower
-from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.plan.pipeline.sends import add_sends
-from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes, estimate_step
-from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.simulate import simulate
 from fourfold.plan.topology import Topology
+from fourfold.planner.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes, estimate_step
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.predict.step import predict_step
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Verb
 from tests.planner_cases import ChainFacts, LinearPrices, cases
@@ -131,12 +131,12 @@ MEASURE = """
 import sys, time
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.estimate import Estimator
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.estimate import Estimator
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 cluster = load_cluster("dgx-a100").resized(1024)
 facts = GptFacts(layers=96, width=12288, heads=96, batch_size=1536, precision="bfloat16")
 prices, topology = RooflinePrices(cluster, dtype="bfloat16"), topology_of(cluster, 1024)

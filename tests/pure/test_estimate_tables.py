@@ -7,9 +7,9 @@ import pytest
 from fourfold.plan.check import combination_problems
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.estimate import Estimator
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
+from fourfold.planner.predict.estimate import Estimator
+from fourfold.planner.predict.step import predict_step
 from tests.planner_cases import ChainFacts, LinearPrices
 
 MESHES = [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "sp": 2}]

@@ -14,7 +14,7 @@ import pytest
 from fourfold.cli import rank_main
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
-from fourfold.step.proof.checks import peer_failed
+from fourfold.proof.checks import peer_failed
 from fourfold.words import error_notes
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError, PlanError, Problem

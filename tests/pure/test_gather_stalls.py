@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.action_costs import GatherStalls
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.prices import GroupShape
-from fourfold.plan.predict.roofline import RooflinePrices
-from fourfold.plan.predict.step import predict_step
+from fourfold.planner.predict.action_costs import GatherStalls
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.prices import GroupShape
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.step import predict_step
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 

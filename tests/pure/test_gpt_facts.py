@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import topology_of
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.facts import FactsSource, OperationKind
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.sequence import AttentionSize, attention_sent_elements
+from fourfold.planner.predict.cluster import topology_of
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.facts import FactsSource, OperationKind
+from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import collective_sent_bytes
 

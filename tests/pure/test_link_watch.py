@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fourfold.parts.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
+from fourfold.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
 from fourfold.trainer import watch as watch_module
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 from fourfold.trainer.watch import LinkWatch

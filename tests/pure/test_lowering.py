@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fourfold.axes.data.rules.buckets import make_buckets
+from fourfold.axes.data.rules.step_program import UseOrders
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CODECS
-from fourfold.plan.data.buckets import make_buckets
-from fourfold.plan.data.step_program import UseOrders
-from fourfold.plan.data.zero import RESTING_LAYOUTS
 from fourfold.plan.lowering import NO_RECORD, StepRecord, effective_layouts, lower
 from fourfold.plan.memory import HostRanks
 from fourfold.plan.param_spec import ParamSpec

@@ -15,14 +15,14 @@ import fourfold as ff
 from fourfold.environment import host_limits
 from fourfold.feed import unpacked
 from fourfold.feed.source import fetch
+from fourfold.model.model_call import call_model
 from fourfold.step import memory_bound
 from fourfold.step.activation_bytes import activation_bytes_per_sample
 from fourfold.step.memory_bound import MemoryPool, measure_bound
 from fourfold.step.meta_model import build_meta_model
-from fourfold.step.model_call import call_model
-from fourfold.step.tensor_tree import tree_leaves, tree_map
 from fourfold.tasks import digits, lm
 from fourfold.testing.saved_tensors import recording_saved
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import FourfoldError, SettingError
 from tests.pure.test_cli import Refused, refused
 

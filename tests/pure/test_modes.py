@@ -22,7 +22,7 @@ CHOOSES_OR_REFUSES = {
     *("assembly", "stage_assembly", "wrapper_assembly"),
     *("model_checks", "argument_checks", "memory_bound"),
 }
-# What else in step/ depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
+# What else there depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
     "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
     "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
@@ -71,7 +71,7 @@ def test_modes_and_optional_parts_of_a_step_are_chosen_where_it_is_assembled():
     parts = behaviours()
     found = {
         f"{path.name} {choice}"
-        for path in files("step/*.py")
+        for path in [*files("step/*.py"), *files("model/*.py")]
         if path.stem not in CHOOSES_OR_REFUSES
         for choice in choices(parsed(path), parts)
     }
@@ -99,7 +99,7 @@ SEES_THE_PLAN = {
     "plan/memory.py": "decides where gradients rest, and counts bytes",
     "step/argument_checks.py": "refuses what is no plan, or none for a wrapped optimizer",
     "step/assembly.py": "makes the parts of a rank",
-    "step/digests/build.py": "compares the plans of the ranks",
+    "proof/digests/build.py": "compares the plans of the ranks",
     "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`",
     "step/memory_bound.py": "counts what a run needs, before its processes start",
     "step/model_checks.py": "refuses what does not go with a model",
@@ -108,7 +108,9 @@ SEES_THE_PLAN = {
     "step/train_step.py": "public: `TrainStep.plan`",
     "step/wrapper_assembly.py": "makes the parts of a wrapped optimizer",
 }
-PLANNER = ("plan/predict/", "plan/decide/")  # about plans as a whole; no step imports them
+# The rooms of lowering and of a step, without what describes plans.
+SEEN_BY_A_STEP = ("plan", "axes/*/rules", "axes/*/work", "axes/*/attach", "comm", "optim", "torch_kit")
+SEEN_BY_A_STEP += ("model", "proof", "step")
 MAX_FILES_OF_A_PLAN = 10  # from `parallelize` on
 
 
@@ -139,13 +141,13 @@ def reached_files(first: str) -> set[str]:
 
 
 def test_the_plan_is_seen_only_where_it_is_checked_lowered_or_made_into_parts():
-    paths = [*files("plan/**/*.py"), *files("step/**/*.py"), *files("parts/**/*.py")]
+    paths = [path for room in SEEN_BY_A_STEP for path in files(f"{room}/**/*.py")]
     found = {path.relative_to(SOURCE).as_posix() for path in paths if sights_of_the_plan(parsed(path))}
-    assert {name for name in found if not name.startswith(PLANNER)} == {"plan/plan.py", *SEES_THE_PLAN}
+    assert found == {"plan/plan.py", "plan/ask.py", *SEES_THE_PLAN}
 
 
 def test_no_step_imports_the_planner():
-    assert not {name for name in reached_files("step/parallelize.py") if name.startswith(PLANNER)}
+    assert not {name for name in reached_files("step/parallelize.py") if name.startswith("planner/")}
 
 
 def test_a_plan_enters_few_files_from_parallelize_on():
@@ -166,10 +168,12 @@ def test_every_form_of_seeing_the_plan_is_detected():
     }
     for text, found in forms.items():
         assert sights_of_the_plan(ast.parse(text)) == found, text
-    assert not sights_of_the_plan(ast.parse("from fourfold.plan.sequence import SequenceSpec\nplanned.dp, split.plan"))
+    assert not sights_of_the_plan(
+        ast.parse("from fourfold.axes.context.rules.layout import SequenceSpec\nplanned.dp, split.plan")
+    )
 
 
-# What step/ asks of flags that are set when an object is made, and why. A flag that a mode has set is such a mode.
+# What a step asks of flags that are set when an object is made, and why. A flag that a mode has set is such a mode.
 FOUND_BY_A_DRY_RUN = "what a dry run has found in the user's model and loss"
 CHOSEN_BY_A_DRY_RUN = "what a dry run can compare: it lists its checks and takes the strictest that is possible"
 ASKED = {
@@ -309,7 +313,9 @@ def asked(node: ast.expr) -> Iterator[str]:
 
 
 def test_a_step_asks_no_flag_that_a_mode_has_set():
-    step = [parsed(path) for path in files("step/**/*.py") if path.stem not in CHOOSES_OR_REFUSES]
+    rooms = ("step", "model", "proof", "axes/*/attach", "axes/pipeline/work")
+    paths = [path for room in rooms for path in files(f"{room}/**/*.py")]
+    step = [parsed(path) for path in paths if path.stem not in CHOOSES_OR_REFUSES]
     assert asked_flags(step, list(map(parsed, files()))) == set(ASKED)
 
 

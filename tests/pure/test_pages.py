@@ -78,7 +78,7 @@ def test_every_message_that_troubleshooting_explains_is_in_the_code():
 def test_every_message_of_the_dry_run_that_the_task_page_explains_is_in_the_code():
     """In a row, "…" stands for values."""
     text = (ROOT / "docs" / "task.md").read_text(encoding="utf-8").partition("| message |")[2].partition("\n\n")[0]
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/fourfold/step").rglob("*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/fourfold").rglob("*.py"))
     messages = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
     assert messages
     patterns = {message: ".*".join(map(re.escape, message.strip("… ").split("…"))) for message in messages}

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from fourfold.axes.pipeline.rules.conflicts import NO_RECOMPUTE, recompute_problems, tie_problems
+from fourfold.axes.pipeline.rules.edges import edge_note
 from fourfold.plan.check import combination_problems
-from fourfold.plan.pipeline.conflicts import NO_RECOMPUTE, recompute_problems, tie_problems
-from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.checker import (
+from fourfold.axes.pipeline.rules.checker import (
     as_entries,
     buffered_deadlock_problems,
     deadlock_problems,
@@ -14,10 +14,10 @@ from fourfold.plan.pipeline.checker import (
     program_problems,
     read_written,
 )
-from fourfold.plan.pipeline.schedules import SCHEDULES, compute_actions, schedule_problems
-from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
-from fourfold.plan.pipeline.spec import PipelineSpec
-from fourfold.plan.pipeline.timeline_text import timeline_text
+from fourfold.axes.pipeline.rules.schedules import SCHEDULES, compute_actions, schedule_problems
+from fourfold.axes.pipeline.rules.sends import add_nominal_count, add_sends
+from fourfold.axes.pipeline.rules.spec import PipelineSpec
+from fourfold.axes.pipeline.rules.timeline_text import timeline_text
 from fourfold.words.errors import format_problems
 from fourfold.words.program import Action, ProgramError, Verb, format_program, parse_program
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step

@@ -12,10 +12,10 @@ from fourfold.cli.plan import candidates_of
 from fourfold.cli.plan_machine import Machine
 from fourfold.cli.plan_question import Question, Questions
 from fourfold.cli.run_commands import train
-from fourfold.plan.decide.ask import Ask
+from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
-from fourfold.plan.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
+from fourfold.planner.predict.gpt_facts import GptFacts
 from tests.calibration_cases import calibration, pretend_measured
 from tests.decision_cases import BEST, DECISION, EQUAL, PLAIN, SLOW, prediction
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.analysis.plan_curves import DEVICES, Curve, Point, curve_rows, format_curves
 from fourfold.plan.plan import Plan
+from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows, format_curves
 from fourfold.report.plan_pages import render_curves
 from tests.decision_cases import WORKLOAD, prediction
 from tests.pure.test_report import parse_html, visible_text

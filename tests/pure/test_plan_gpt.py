@@ -7,12 +7,12 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cli.plan_gpt import gpt_source
-from fourfold.plan.decide.ask import Ask, ask_names, ask_text
-from fourfold.plan.decide.decide import decide
+from fourfold.plan.ask import Ask, ask_names, ask_text
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.roofline import RooflinePrices
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.search.decide import decide
 from fourfold.words.errors import SettingError
 
 SMALL = ("layers=4", "width=256", "heads=8", "vocabulary=512", "length=128", "batch_size=16")

@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.cli import plan_progress
 from fourfold.cli.plan_progress import CLEAR, interrupted_text, progress_line, shown_progress
-from fourfold.plan.decide.progress import Progress
+from fourfold.planner.search.progress import Progress
 from tests.decision_cases import BEST, SLOW
 
 DEEP = Progress("searching", 41, 200, BEST)

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.analysis.plan_text import (
+from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.plan.plan import Plan
+from fourfold.planner.plan_text import (
     against,
     best_baseline,
     compared,
@@ -20,12 +22,10 @@ from fourfold.analysis.plan_text import (
     reasons,
     term_rows,
 )
-from fourfold.cli.arguments import parse_args, parse_values
-from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.workload import Workload
+from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.workload import Workload
 from fourfold.report.plan_pages import render_decision
 from tests.decision_cases import (
     BEST,

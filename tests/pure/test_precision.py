@@ -2,8 +2,8 @@
 
 import pytest
 
-from fourfold.plan.data.buckets import make_buckets
-from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
+from fourfold.axes.data.rules.buckets import make_buckets
+from fourfold.axes.data.rules.zero import ShardGroups, step_sent_bytes
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.precision import LossScaler, compute_specs, gradient_bucket, has_master_weights
 

@@ -8,12 +8,12 @@ import pytest
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.predict.facts import FactsSource
-from fourfold.plan.predict.gpt_facts import GptFacts
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.planner.predict.facts import FactsSource
+from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.step import predict_step
 from tests.planner_cases import ChainFacts, LinearPrices
 
 CHAIN = ChainFacts(width=128, update_spec=UpdateSpec(num_states=(2,)))

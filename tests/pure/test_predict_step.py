@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.axes.pipeline.rules.schedules import batch_actions, expected_bubble
+from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.schedules import batch_actions, expected_bubble
-from fourfold.plan.pipeline.spec import PipelineSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.collectives import BucketCollectives
-from fourfold.plan.predict.facts import ModelFacts, SegmentFacts
-from fourfold.plan.predict.memory import predict_memory
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.step import number_step, predict_step, predicted_record
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.topology import Topology
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.planner.predict.collectives import BucketCollectives
+from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.prices import GroupShape, Prices
+from fourfold.planner.predict.step import number_step, predict_step, predicted_record
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE

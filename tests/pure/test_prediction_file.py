@@ -3,7 +3,7 @@
 import pytest
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import (
+from fourfold.planner.predict.prediction import (
     PredictionError,
     RecordedPrediction,
     decode_prediction,

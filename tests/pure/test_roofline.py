@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
-from fourfold.plan.predict.facts import Collective, Operation, OperationKind, SegmentFacts
-from fourfold.plan.predict.prices import GroupShape, Prices
-from fourfold.plan.predict.roofline import RooflinePrices
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.facts import Collective, Operation, OperationKind, SegmentFacts
+from fourfold.planner.predict.prices import GroupShape, Prices
+from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import Change, collective_sent_bytes
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.pipeline.checker import deadlock_problems, fuse_exchanges, program_problems
-from fourfold.plan.pipeline.in_flight import least_held, peak_in_flight
-from fourfold.plan.pipeline.schedules import (
+from fourfold.axes.pipeline.rules.checker import deadlock_problems, fuse_exchanges, program_problems
+from fourfold.axes.pipeline.rules.in_flight import least_held, peak_in_flight
+from fourfold.axes.pipeline.rules.schedules import (
     SCHEDULES,
     batch_actions,
     compute_actions,
@@ -19,8 +19,8 @@ from fourfold.plan.pipeline.schedules import (
     simulated_bubble,
     weight_version,
 )
-from fourfold.plan.pipeline.sends import add_sends
-from fourfold.plan.pipeline.spec import BlockCosts, PipelineSpec, owner_of
+from fourfold.axes.pipeline.rules.sends import add_sends
+from fourfold.axes.pipeline.rules.spec import BlockCosts, PipelineSpec, owner_of
 from fourfold.words.program import Action, Verb
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import (
+from fourfold.axes.context.rules.layout import (
     RINGS,
     AttentionSize,
     SequenceSpec,
@@ -15,6 +14,7 @@ from fourfold.plan.sequence import (
     tiles,
     token_positions,
 )
+from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_step
-from fourfold.plan.data.zero import RESTING_LAYOUTS
+from fourfold.axes.data.rules.step_program import DataStepSpec, StepSync, lower_step
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.dependencies import Dependencies
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import makespan, simulate

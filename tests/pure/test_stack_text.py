@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 
-from fourfold.parts.comm import polling
+from fourfold.comm import polling
 from fourfold.trainer.heartbeat import MAX_FRAMES, waits_for_peers
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.axes.tensor.rules.dims import dims_of_rules, dims_on_axis
+from fourfold.axes.tensor.rules.layout import tensor_layout
+from fourfold.axes.tensor.rules.rules import Style, read_rules
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_dims import dims_of_rules, dims_on_axis
-from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.plan.tensor_rules import Style, read_rules
 from fourfold.tasks import lm as language_model
 from fourfold.words.errors import PlanError
 from tests.pure.test_tensor_rules import LM_RULES, lm, module, split_models

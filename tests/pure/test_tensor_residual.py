@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from fourfold.plan.tensor_layers import resolve_layers
-from fourfold.plan.tensor_residual import BlockTraffic, ResidualLayout, block_traffic, residual_layout
-from fourfold.plan.tensor_rules import ModuleSpec, Style
+from fourfold.axes.tensor.rules.layers import resolve_layers
+from fourfold.axes.tensor.rules.residual import BlockTraffic, ResidualLayout, block_traffic, residual_layout
+from fourfold.axes.tensor.rules.rules import ModuleSpec, Style
 from fourfold.words.errors import PlanError
 
 WEIGHT, VECTOR = {"weight": (8, 8)}, {"weight": (8,)}

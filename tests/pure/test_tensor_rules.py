@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.plan.tensor_rules import Count, ModuleSpec, Quotient, Rule, Style, parse_rule, read_rules
+from fourfold.axes.tensor.rules.layout import tensor_layout
+from fourfold.axes.tensor.rules.rules import Count, ModuleSpec, Quotient, Rule, Style, parse_rule, read_rules
 from fourfold.words.errors import PlanError
 
 LM_RULES = {

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.unshard_order import MissingBucket, UnshardOrder
+from fourfold.axes.data.rules.unshard_order import MissingBucket, UnshardOrder
 
 
 def learnt(*buckets: int) -> UnshardOrder:

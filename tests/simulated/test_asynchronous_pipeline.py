@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.analysis.verify import check_verifiable
-from fourfold.plan.pipeline.schedules import num_stashed, staleness
+from fourfold.axes.pipeline.rules.schedules import num_stashed, staleness
+from fourfold.axes.pipeline.work.weight_versions import WeightVersions
 from fourfold.plan.plan import Plan
-from fourfold.step.pipeline.weight_versions import WeightVersions
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
+from fourfold.verification.command import check_verifiable
 from fourfold.words.errors import PlanError
 from tests import cases
 from tests.cases import Case

@@ -11,13 +11,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.data.grad_hooks import GradHooks
-from fourfold.parts.deferred_grads import DeferredGrads
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
+from fourfold.torch_kit.deferred_grads import DeferredGrads
+from fourfold.torch_kit.grad_hooks import GradHooks
 from tests import cases
 from tests.cases import Case
 

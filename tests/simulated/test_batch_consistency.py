@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from fourfold.step.digests.batches import batch_digest
+from fourfold.proof.digests.batches import batch_digest
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError
 from tests.cases import Case, batches, build_step, local_batch

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.parts.codec import registry
-from fourfold.parts.codec.dct import Dct
-from fourfold.parts.codec.int8 import Int8
-from fourfold.parts.codec.powersgd import PowerSGD
-from fourfold.parts.codec.protocol import SavedRows
-from fourfold.parts.codec.sparse import kth_largest
-from fourfold.parts.codec.topk import TopK
-from fourfold.parts.tensor_reader import MemoryReader
+from fourfold.comm.codec import registry
+from fourfold.comm.codec.dct import Dct
+from fourfold.comm.codec.int8 import Int8
+from fourfold.comm.codec.powersgd import PowerSGD
+from fourfold.comm.codec.protocol import SavedRows
+from fourfold.comm.codec.sparse import kth_largest
+from fourfold.comm.codec.topk import TopK
 from fourfold.plan.codec import CODECS, INDEX_BLOCK, SCALE_BLOCK, CodecSpec, codec_rounds, num_sent
 from fourfold.testing.oracle import simulate_reduce
+from fourfold.torch_kit.tensor_reader import MemoryReader
 from tests.pure.test_codec import bucket_of
 
 STATEFUL = [kind for kind, row in CODECS.items() if row.remembers]

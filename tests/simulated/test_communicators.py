@@ -9,16 +9,16 @@ import weakref
 import pytest
 import torch
 
+from fourfold.comm import host_shared_memory
+from fourfold.comm.communicator import Communicator, _RankProcess, host_id
+from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import make_ring
+from fourfold.comm.topology import gather_topology, topology_along
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
-from fourfold.parts import memory
-from fourfold.parts.comm import host_shared_memory
-from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
-from fourfold.parts.comm.host_shared_memory import open_host_memory
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import make_ring
-from fourfold.parts.comm.topology import gather_topology, topology_along
 from fourfold.testing import threads
+from fourfold.torch_kit import memory
 from fourfold.words.errors import DivergenceError, LaunchError, PeerError, PlanError
 from fourfold.words.mesh import AXES, Mesh
 from tests.communicator_oracle import (

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from fourfold.analysis.describe import show
 from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
+from fourfold.show.describe import show
 from fourfold.step.model_checks import model_problems
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

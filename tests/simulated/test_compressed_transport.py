@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.parts.codec.protocol import CodecReduction, Message
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
-from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
-from fourfold.parts.comm.reduce.single_rank import SingleRankReducer
+from fourfold.comm.codec.protocol import CodecReduction, Message
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
+from fourfold.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.comm.reduce.single_rank import SingleRankReducer
 from fourfold.plan.codec import CodecRound, Combine
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.parts.tensor import cross_entropy as module
+from fourfold.axes.tensor.work import cross_entropy as module
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

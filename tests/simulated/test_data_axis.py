@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.optim.user_optimizer import ELEMENTWISE
+from fourfold.optim.user_optimizer import ELEMENTWISE
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
@@ -124,7 +124,7 @@ def test_more_buckets_are_used_between_hosts_and_with_a_codec(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return DistributedOptimizer(optimizer, model, communicator=comm)._averager.num_buckets
 
-    monkeypatch.setattr("fourfold.plan.data.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
+    monkeypatch.setattr("fourfold.axes.data.rules.buckets.MIN_INTER_HOST_BUCKET_BYTES", 1)
     assert num_buckets(1) < num_buckets(1, codec="int8") == num_buckets(2) == num_buckets(2, codec="int8")
     assert [threads.run(2, wrapped, hosts=hosts) for hosts in (1, 2)] == [[1, 1], [8, 8]]
 

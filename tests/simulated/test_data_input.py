@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, models
 from torch.utils import data
 
 import fourfold as ff
+from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
-from fourfold.parts.comm import init
 from fourfold.plan.sample_order import rows
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.parts import deferred_init
-from fourfold.parts.deferred_init import NotDeferrable, deferred_model
 from fourfold.step.initial_model import make_initial_model
+from fourfold.torch_kit import deferred_init
+from fourfold.torch_kit.deferred_init import NotDeferrable, deferred_model
 from tests.cases import SEED_LOCK
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import transformers
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import deferred_init
-from fourfold.parts.deferred_init import deferred_model
-from fourfold.parts.tensor.cut import local_part
+from fourfold.axes.tensor.work.cut import local_part
 from fourfold.plan.plan import Plan
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
+from fourfold.torch_kit import deferred_init
+from fourfold.torch_kit.deferred_init import deferred_model
 from fourfold.words.errors import SettingError
 from tests.cases import SEED_LOCK
 
@@ -204,8 +204,8 @@ def test_no_more_than_shards_and_one_whole_weight_are_held():
     code = """
         import torch
         from torch import nn
-        from fourfold.parts.deferred_init import deferred_model
-        from fourfold.parts.tensor.cut import local_part
+        from fourfold.torch_kit.deferred_init import deferred_model
+        from fourfold.axes.tensor.work.cut import local_part
         from fourfold.plan.tensor_shard import TensorShard
 
         def peak():

@@ -16,9 +16,9 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
-from fourfold.step.digests import build
-from fourfold.step.digests.structure import function_items, model_items
-from fourfold.step.digests.table import TABLE
+from fourfold.proof.digests import build
+from fourfold.proof.digests.structure import function_items, model_items
+from fourfold.proof.digests.table import TABLE
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

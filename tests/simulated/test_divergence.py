@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce import collective_fingerprint
+from fourfold.comm.reduce.shared_memory import call_check
+from fourfold.comm.reduce.shared_memory.flags import HostFlags, HostRanks
+from fourfold.comm.reduce.shared_memory.host_transport import make_host_world
+from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.feed.batches import Batch
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce import collective_fingerprint
-from fourfold.parts.comm.reduce.shared_memory import call_check
-from fourfold.parts.comm.reduce.shared_memory.flags import HostFlags, HostRanks
-from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_world
-from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

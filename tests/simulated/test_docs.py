@@ -13,13 +13,13 @@ import transformers
 from torch import nn
 
 import fourfold as ff
+from fourfold.axes.tensor.rules.rules import parse_rules, read_rules
 from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
 from fourfold.cli.settings_file import read_settings_file
-from fourfold.plan.decide.ask import Ask
+from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.cluster_file import load_cluster
-from fourfold.plan.tensor_rules import parse_rules, read_rules
+from fourfold.planner.predict.cluster_file import load_cluster
 from fourfold.words.errors import FourfoldError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.document_mask import DocumentMask
-from fourfold.plan.sequence import RINGS, token_positions
+from fourfold.axes.context.rules.layout import RINGS, token_positions
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.document_mask import DocumentMask
 from fourfold.testing import threads
 from fourfold.words.errors import TrainingError
 from tests import attention_oracle

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.parts import fingerprint
-from fourfold.parts.fingerprint import device_fingerprint, fingerprints
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
-from fourfold.step.digests import weights
+from fourfold.proof.digests import weights
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
+from fourfold.torch_kit import fingerprint
+from fourfold.torch_kit.fingerprint import device_fingerprint, fingerprints
 from fourfold.trainer import train as train_module
 from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task

@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, _tensor, nn
 
-from fourfold.parts.data.param_access import ParamAccess
-from fourfold.parts.dropped_arguments import DROPPED_ARGUMENTS
+from fourfold.model.fixed_random import without_randomness
+from fourfold.model.sdpa_interception import intercept_attention
+from fourfold.model.torch_losses import observing
 from fourfold.plan.plan import Plan
+from fourfold.proof.float64_mode import Float64Mode
+from fourfold.proof.weight_write_tracker import WeightWriteTracker
 from fourfold.step.activation_bytes import _LayerInputMode
 from fourfold.step.meta_model import _SkipRandomInit
-from fourfold.step.proof.fixed_random import without_randomness
-from fourfold.step.proof.float64_mode import Float64Mode
-from fourfold.step.proof.weight_write_tracker import WeightWriteTracker
-from fourfold.step.sdpa_interception import intercept_attention
-from fourfold.step.torch_losses import observing
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
+from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS
+from fourfold.torch_kit.param_access import ParamAccess
 from tests.cases import SEED_LOCK
 
 MODES = {

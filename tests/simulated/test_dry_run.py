@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.axes.context.attach import grad_sum_check
+from fourfold.axes.context.attach.dry_run import DryRunResult, SequenceDryRun
+from fourfold.axes.context.attach.token_shards import token_shards
+from fourfold.axes.context.rules.layout import SequenceSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.proof.check_config import (
+from fourfold.proof.check_config import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
     WEAKEST_SEQUENCE_CHECK,
     MemoryFit,
 )
-from fourfold.step.sequence import grad_sum_check
-from fourfold.step.sequence.dry_run import DryRunResult, SequenceDryRun
-from fourfold.step.sequence.token_shards import token_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -12,11 +12,11 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.batches import Batch
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.digests import batches as duplicate_batches
+from fourfold.proof.digests import batches as duplicate_batches
 from fourfold.step.distributed_optimizer import DistributedOptimizer
-from fourfold.step.tensor_tree import tree_map
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
+from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import FourfoldError, PlanError, SettingError, TaskError
 from tests.cases import Case
 from tests.cases import batches as global_batches

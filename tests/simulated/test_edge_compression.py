@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.edges import HEADER_WORDS, TensorSpec, encode
-from fourfold.parts.comm.tensor.protocol import CALL_ROW
-from fourfold.plan.pipeline.edges import EdgeSpec, edge_bytes
+from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes
+from fourfold.comm.edges import HEADER_WORDS, TensorSpec, encode
+from fourfold.comm.tensor.protocol import CALL_ROW
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

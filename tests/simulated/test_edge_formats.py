@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.parts.comm.edge_compression import EdgeCompression, make_compression, pack_bits, unpack_bits
-from fourfold.parts.comm.edges import encode, specs
+from fourfold.axes.pipeline.rules.edges import EDGES, EdgeSpec, edge_bytes, uses_indices
+from fourfold.comm.edge_compression import EdgeCompression, make_compression, pack_bits, unpack_bits
+from fourfold.comm.edges import encode, specs
 from fourfold.plan.density import num_sent
-from fourfold.plan.pipeline.edges import EDGES, EdgeSpec, edge_bytes, uses_indices
 
 CPU = torch.device("cpu")
 KINDS = [kind for kind in EDGES if kind != "none"]

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.parts import memory
-from fourfold.parts.comm.edges import MAX_LENT, NUM_SLOTS, SharedMemoryReceiver, SharedMemorySender
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
+from fourfold.comm.edges import MAX_LENT, NUM_SLOTS, SharedMemoryReceiver, SharedMemorySender
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
+from fourfold.torch_kit import memory
 from fourfold.words.errors import PeerError
 
 NUM_FREE = NUM_SLOTS - MAX_LENT

@@ -9,7 +9,6 @@ import torch
 from torch.utils import data
 
 import fourfold as ff
-from fourfold.analysis.verify import verify
 from fourfold.cli import job as cli_job
 from fourfold.feed.source import TensorSource
 from fourfold.step.train_step import TrainStep
@@ -17,6 +16,7 @@ from fourfold.testing import threads
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
+from fourfold.verification.command import verify
 from fourfold.words.errors import DataError, FourfoldError, SettingError, TaskError
 
 INPUTS = torch.randn(22, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.analysis.verify import verify
+from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.feed.position import Position
-from fourfold.parts.comm import init
 from fourfold.plan.sample_order import BatchRange
+from fourfold.verification.command import verify
 from fourfold.words.errors import DataError
 
 

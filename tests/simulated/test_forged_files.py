@@ -25,9 +25,9 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.verify import verify_pack
 from fourfold.feed.pack.zstd import Codec
-from fourfold.parts.weight_files import WeightFiles
 from fourfold.plan.checkpoint_boxes import whole
 from fourfold.testing import threads
+from fourfold.torch_kit.weight_files import WeightFiles
 from fourfold.words.errors import FourfoldError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun

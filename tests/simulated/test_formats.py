@@ -30,7 +30,7 @@ from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
-from fourfold.step.model_call import call_model
+from fourfold.model.model_call import call_model
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.group_scalars import GroupScalars
-from fourfold.parts.data.countdown import Countdown
-from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.axes.data.work.countdown import Countdown
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.group_scalars import GroupScalars
 from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
 from fourfold.testing import threads
 

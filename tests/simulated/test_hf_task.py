@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fourfold.axes.tensor.work.cut import local_part
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.checkpoint.export import export_pretrained
 from fourfold.checkpoint.initial_weights import check_weights, initial_model_of_files, load_weights
@@ -17,13 +18,12 @@ from fourfold.cli.settings_file import read_settings_file
 from fourfold.cli.task_loader import find_task, make_task, task_arguments
 from fourfold.cli.task_source import argument_names
 from fourfold.feed.source import fetch
-from fourfold.parts import deferred_init, weight_files
-from fourfold.parts.tensor.cut import local_part
 from fourfold.plan.plan import Plan
-from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import hf
 from fourfold.testing import oracle, threads
+from fourfold.torch_kit import deferred_init, weight_files
 from fourfold.trainer.train import train
 from fourfold.words.errors import CheckpointError, FourfoldError, TaskError
 from fourfold.words.task import Task

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import fourfold as ff
-from fourfold.parts.comm import init
-from fourfold.step.batch import num_tokens
+from fourfold.comm import init
+from fourfold.model.batch import num_tokens
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.simulated.test_transformers import KeepFloat64, made

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import recipe_names
 from fourfold.step.train_step import TrainStep

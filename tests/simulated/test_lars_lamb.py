@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.parts.optim.lars_lamb import begin_update, finish_update
+from fourfold.optim.lars_lamb import begin_update, finish_update
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

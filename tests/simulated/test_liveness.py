@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.comm.communicator import Communicator, _RankProcess, host_id
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.polling import wait_until
 from fourfold.environment.processes import process_id, this_process
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm.communicator import Communicator, _RankProcess, host_id
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.polling import wait_until
 from fourfold.testing import threads
 from fourfold.words.errors import PeerError, TrainingError
 from fourfold.words.mesh import Mesh

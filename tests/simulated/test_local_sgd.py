@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fourfold as ff
-from fourfold.analysis.describe import show
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.plan.checkpoint_manifest import TensorKey
 from fourfold.plan.intervals import is_due
 from fourfold.plan.plan import Plan
+from fourfold.show.describe import show
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.parts.sync_batch_norm import StatisticsExchange
+from fourfold.model.loop_statistics import SyncedInTraining
+from fourfold.model.sync_batch_norm import StatisticsExchange
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
 from fourfold.step.distributed_optimizer import DistributedOptimizer
-from fourfold.step.loop_statistics import SyncedInTraining
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError
 from tests.classification import loss, sgd

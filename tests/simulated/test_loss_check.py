@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.model.loss_function import UserLoss
+from fourfold.model.objective import Objective
 from fourfold.plan.plan import Plan
-from fourfold.step.loss_function import UserLoss
-from fourfold.step.objective import Objective
-from fourfold.step.proof import first_batch, loss_check
-from fourfold.step.proof.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
+from fourfold.proof import first_batch, loss_check
+from fourfold.proof.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

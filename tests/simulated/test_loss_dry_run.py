@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.model.batch import shorten
+from fourfold.model.fixed_random import without_randomness
 from fourfold.plan.plan import Plan
-from fourfold.step.batch import shorten
-from fourfold.step.proof.fixed_random import without_randomness
-from fourfold.step.proof.random_weights import random_tiled
+from fourfold.proof.random_weights import random_tiled
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import fourfold as ff
+from fourfold.model.model_specs import model_specs, update_spec
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
-from fourfold.step.model_specs import model_specs, update_spec
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import memory
+from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.model.model_specs import model_specs, update_spec
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
-from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
+from fourfold.torch_kit import memory
 from tests import pairs
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts import memory
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.threads import ThreadCommunicator
+from fourfold.torch_kit import memory
 from fourfold.trainer.memory_log import predict_bytes
 
 HIDDEN = 256

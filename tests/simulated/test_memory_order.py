@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fourfold.checkpoint.checkpoints import Checkpoints
-from fourfold.parts.memory_order import dims_in_memory, flat_of, shaped
+from fourfold.comm.memory_order import dims_in_memory, flat_of, shaped
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads

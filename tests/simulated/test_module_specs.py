@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.step.tensor.module_specs import module_specs, tied_names
+from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
+from fourfold.axes.tensor.rules.layout import tensor_layout
 from fourfold.tasks.lm import LanguageModel
 
 

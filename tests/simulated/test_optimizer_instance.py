@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 import fourfold as ff
+from fourfold.comm import init
 from fourfold.feed.source import TensorSource
-from fourfold.parts.comm import init
-from fourfold.parts.optim import flat_optimizer
+from fourfold.optim import flat_optimizer
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads

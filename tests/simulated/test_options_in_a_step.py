@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.optim.option_tracker import OptionTracker
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.analysis.verify import verify
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
@@ -18,6 +17,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.trainer.evaluate import evaluate
+from fourfold.verification.command import verify
 from fourfold.words.errors import DataError, TaskError
 from fourfold.words.task import Data, Task
 from tests.cases import SEED_LOCK

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.data.param_access import ParamAccess, outside_transforms
+from fourfold.torch_kit.param_access import ParamAccess, outside_transforms
 
 WEIGHTS = [nn.Parameter(torch.randn(3, 3, dtype=torch.float64)) for _ in range(3)]
 

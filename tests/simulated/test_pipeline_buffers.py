@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.parts.comm.edges import ProcessGroupReceiver, SharedMemorySender
-from fourfold.parts.memory import BufferPool
-from fourfold.plan.pipeline.in_flight import Peak, peak_in_flight
+from fourfold.axes.pipeline.rules.in_flight import Peak, peak_in_flight
+from fourfold.comm.edges import ProcessGroupReceiver, SharedMemorySender
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
+from fourfold.torch_kit.memory import BufferPool
 from tests import cases
 from tests.cases import Case
 

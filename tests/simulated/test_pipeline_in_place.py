@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fourfold.parts.comm import edges
+from fourfold.comm import edges
 from fourfold.plan import lowering
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep

@@ -5,8 +5,8 @@ import torch
 
 from bench import bert, pipeline_memory
 from bench.pipeline_memory import FakeRank, run_rank
-from fourfold.plan.pipeline.in_flight import peak_in_flight
-from fourfold.plan.pipeline.schedules import compute_actions
+from fourfold.axes.pipeline.rules.in_flight import peak_in_flight
+from fourfold.axes.pipeline.rules.schedules import compute_actions
 from fourfold.words.program import Verb
 
 

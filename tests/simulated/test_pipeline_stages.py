@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.plan.pipeline.division import StageSpec
+from fourfold.axes.pipeline.rules.division import StageSpec
+from fourfold.axes.pipeline.work.chain import find_chain, map_stages
 from fourfold.plan.plan import Plan
-from fourfold.step.pipeline.chain import find_chain, map_stages
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

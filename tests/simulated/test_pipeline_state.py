@@ -15,9 +15,9 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingP
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.model.model_call import call_model
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA
-from fourfold.step.model_call import call_model
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.plan.pipeline.schedules import compute_actions
-from fourfold.plan.pipeline.sends import add_sends
-from fourfold.plan.pipeline.ties import add_ties
+from fourfold.axes.pipeline.rules.schedules import compute_actions
+from fourfold.axes.pipeline.rules.sends import add_sends
+from fourfold.axes.pipeline.rules.ties import add_ties
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import makespan, simulate
 from fourfold.step.train_step import TrainStep

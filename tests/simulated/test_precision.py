@@ -10,7 +10,7 @@ from torch import nn
 from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.initial_weights import load_weights
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.parts.optim.master_weights import offload_device
+from fourfold.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fourfold.parts.comm.process_group_lifecycle import make_process_group
+from fourfold.comm.process_group_lifecycle import make_process_group
 
 c10d: Any = distributed_c10d
 

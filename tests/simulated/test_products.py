@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor import process_group
-from fourfold.parts.comm.tensor_groups import make_tensor_group
-from fourfold.parts.tensor.split_region import RowProduct, SplitRegion, origins
+from fourfold.axes.tensor.work.split_region import RowProduct, SplitRegion, origins
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor import process_group
+from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.testing import threads
 
 FEATURES, OUT = 6, 8

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.tensor.attach.check import TensorCheck
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
-from fourfold.step.digests.build import package_items
-from fourfold.step.proof import checks
-from fourfold.step.proof.checks import Proof
-from fourfold.step.proof.first_batch import GradientCheck
-from fourfold.step.sequence.check import SequenceCheck
-from fourfold.step.tensor.check import TensorCheck
+from fourfold.proof import checks
+from fourfold.proof.checks import Proof
+from fourfold.proof.digests.build import package_items
+from fourfold.proof.first_batch import GradientCheck
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.axes.tensor.attach.module_trace import TensorPlace
+from fourfold.axes.tensor.attach.split_randomness import find_slice, slices_mismatch
+from fourfold.model.draw_slices import DrawSlice, DrawSlices, FoundDraw
+from fourfold.model.rank_dropout import RankDropout, SplitDropout, TaggedDraws
+from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
-from fourfold.step.draw_slices import DrawSlice, DrawSlices, FoundDraw
-from fourfold.step.rank_dropout import RankDropout, SplitDropout, TaggedDraws
-from fourfold.step.sdpa_interception import intercept_attention
-from fourfold.step.tensor.module_trace import TensorPlace
-from fourfold.step.tensor.split_randomness import find_slice, slices_mismatch
 from fourfold.words.errors import TaskError
 
 P = 0.5

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.analysis.task_facts.fake_attention import FakeAttention
-from fourfold.analysis.task_facts.fake_memory import upper_envelope
-from fourfold.analysis.task_facts.fake_ranks import FakeChannel
-from fourfold.analysis.task_facts.source import TaskFacts
-from fourfold.parts.comm.ring import RingOverP2P
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.sequence_group import SequenceGroup
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.comm.ring import RingOverP2P
+from fourfold.model.model_call import call_model
+from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import TemporaryPeak
-from fourfold.plan.predict.memory import predict_memory
 from fourfold.plan.topology import Topology
-from fourfold.step.model_call import call_model
+from fourfold.planner.predict.facts import TemporaryPeak
+from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.task_facts.fake_attention import FakeAttention
+from fourfold.planner.task_facts.fake_memory import upper_envelope
+from fourfold.planner.task_facts.fake_ranks import FakeChannel
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.sdpa_interception import AttentionCall, AttentionHandler
 from fourfold.tasks import hf, lm
 from fourfold.words.task import Task
 

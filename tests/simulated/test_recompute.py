@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.analysis.describe import format_recompute
-from fourfold.parts.checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
-from fourfold.parts.comm.tensor_groups import make_tensor_group
-from fourfold.parts.sequence import ring
+from fourfold.axes.context.work import ring
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
+from fourfold.show.describe import format_recompute
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute, recomputed_blocks
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
+from fourfold.torch_kit.checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.comm import init, rendezvous_store
 from fourfold.environment import launchers
 from fourfold.environment.launchers import MPICH, RankInfo
 from fourfold.environment.processes import process_id
 from fourfold.environment.rendezvous import LocalRendezvous
-from fourfold.parts.comm import init, rendezvous_store
 from fourfold.words.errors import LaunchError
 
 RANK_1 = RankInfo(MPICH, 1, 2, 1, 2)
@@ -153,7 +153,7 @@ import multiprocessing, sys
 from pathlib import Path
 from fourfold.environment import launchers
 from fourfold.environment.launchers import MPICH, RankInfo
-from fourfold.parts.comm import init, rendezvous_store
+from fourfold.comm import init, rendezvous_store
 
 def take_part(rank, folder, barrier):
     for number in range(300):

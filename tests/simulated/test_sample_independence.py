@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.plan.plan import Plan
+from fourfold.proof.grad_hook_check import hook_problems
 from fourfold.step.model_checks import check_plan_for_model
-from fourfold.step.proof.grad_hook_check import hook_problems
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import PlanError, TaskError

@@ -22,13 +22,13 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import fourfold as ff
-from fourfold.analysis.verify import verify
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
-from fourfold.parts.optim.lr_scheduler import NotJsonError, SteppedScheduler, from_json, to_json
+from fourfold.optim.lr_scheduler import NotJsonError, SteppedScheduler, from_json, to_json
 from fourfold.plan.scheduler_state import TAGS
 from fourfold.testing import threads
+from fourfold.verification.command import verify
 from fourfold.words.errors import CheckpointError, FourfoldError, SettingError
 from tests.cases import Case, batches, build_step, local_batch
 from tests.checkpoint_runs import MemoryLog

@@ -7,8 +7,14 @@ import time
 import pytest
 import torch
 
-from fourfold.parts.sequence import kernels
-from fourfold.plan.sequence import RINGS, AttentionSize, SequenceSpec, attention_sent_elements, scores_per_index
+from fourfold.axes.context.rules.layout import (
+    RINGS,
+    AttentionSize,
+    SequenceSpec,
+    attention_sent_elements,
+    scores_per_index,
+)
+from fourfold.axes.context.work import kernels
 from fourfold.testing import threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.trace_events import RING_SPAN, SEND_LANE

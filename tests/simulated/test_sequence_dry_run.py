@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.axes.context.attach.dry_run import SequenceDryRun
+from fourfold.axes.context.attach.token_shards import token_shards
+from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import SequenceSpec
 from fourfold.step.model_checks import model_problems
-from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
-from fourfold.step.sequence.dry_run import SequenceDryRun
-from fourfold.step.sequence.token_shards import token_shards
 from tests.cases import Case, batches
 from tests.cases import model as built_in
 

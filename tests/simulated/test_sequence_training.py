@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fourfold.feed.batches import Batch
+from fourfold.model.draw_slices import DrawSlices
+from fourfold.model.rank_dropout import RankDropout, TaggedDraws
+from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.draw_slices import DrawSlices
 from fourfold.step.model_checks import check_plan_on_ranks
-from fourfold.step.rank_dropout import RankDropout, TaggedDraws
-from fourfold.step.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -9,16 +9,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts import memory
-from fourfold.parts.comm import shared_regions
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import RingOverSharedMemory
-from fourfold.parts.sequence import kernels
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
-from fourfold.parts.splitmix64 import GOLDEN_GAMMA
-from fourfold.plan.sequence import RINGS, token_positions
+from fourfold.axes.context.rules.layout import RINGS, token_positions
+from fourfold.axes.context.work import kernels
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
+from fourfold.comm import shared_regions
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import RingOverSharedMemory
 from fourfold.testing import threads
+from fourfold.torch_kit import memory
+from fourfold.torch_kit.splitmix64 import GOLDEN_GAMMA
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase

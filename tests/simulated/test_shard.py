@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils import data
 
 import fourfold as ff
+from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.feed.dataloader import ShardSampler
-from fourfold.parts.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.parts import memory
-from fourfold.parts.comm.reduce.shared_memory.host_transport import HostUnshardStaging, StagingFlags
-from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.data.sharded_params import ShardedParams
-from fourfold.parts.data.weight_storage import ShardedWeights
-from fourfold.plan.data.zero import ShardGroups, step_sent_bytes
+from fourfold.axes.data.rules.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
+from fourfold.axes.data.rules.zero import ShardGroups, step_sent_bytes
+from fourfold.axes.data.work.sharded_params import ShardedParams
+from fourfold.axes.data.work.weight_storage import ShardedWeights
+from fourfold.comm.reduce.shared_memory.host_transport import HostUnshardStaging, StagingFlags
 from fourfold.plan.plan import Plan
-from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
+from fourfold.torch_kit import memory
+from fourfold.torch_kit.param_access import untracked_access
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from fourfold.words.program import Verb, bucket_of
 from tests.cases import SEED_LOCK, Case, batches, build_step, deviation, local_batch, model, train_oracle, train_step

@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from fourfold.parts.codec import registry
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.compressed import CompressedReducer, CompressedRoutes
-from fourfold.parts.comm.reduce.message_gatherer import NullMessageGatherer
-from fourfold.parts.comm.reduce.protocol import GradReducer
-from fourfold.parts.comm.reduce.sharded_collectives import AsyncResult, always_done
-from fourfold.parts.comm.reduce.shared_memory.flag_waits import map_host
-from fourfold.parts.comm.reduce.shared_memory.flags import HostRanks
-from fourfold.parts.comm.reduce.shared_memory.host_transport import make_host_transport
-from fourfold.parts.comm.reduce.shared_memory.layout import SharedMemoryLayout
-from fourfold.parts.comm.reduce.single_rank import SingleRankCalls
+from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
+from fourfold.comm.codec import registry
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes
+from fourfold.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.comm.reduce.protocol import GradReducer
+from fourfold.comm.reduce.sharded_collectives import AsyncResult, always_done
+from fourfold.comm.reduce.shared_memory.flag_waits import map_host
+from fourfold.comm.reduce.shared_memory.flags import HostRanks
+from fourfold.comm.reduce.shared_memory.host_transport import make_host_transport
+from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
+from fourfold.comm.reduce.single_rank import SingleRankCalls
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data.buckets import Bucket, Slot
-from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.testing import threads
 
 NUM_BUCKETS = 8

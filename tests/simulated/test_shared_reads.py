@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import fourfold as ff
+from fourfold.comm.communicator import Communicator, _RankProcess
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
 from fourfold.feed.data_input import open_input
@@ -25,9 +26,8 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.sharing import shared_reads
 from fourfold.feed.sharing.channel import MAX_AHEAD, MAX_FREE, Peers, ReaderEnd, SharerEnd, SlotViews, SlotWriter
 from fourfold.feed.sharing.shared_reads import ADDRESS_BYTES, Form, Key, Loop, ReaderReads, SharerReads
-from fourfold.parts import memory
-from fourfold.parts.comm.communicator import Communicator, _RankProcess
 from fourfold.testing import threads
+from fourfold.torch_kit import memory
 from fourfold.words.errors import DamagedSample, DataError, PeerError, TaskError
 from fourfold.words.mesh import Mesh
 from tests.simulated.test_feed_orders import SOURCES

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.analysis.describe import show
 from fourfold.cli import main
 from fourfold.plan.plan import Plan
 from fourfold.report.plan_pages import render_plan
+from fourfold.show.describe import show
 from fourfold.tasks import lm
 from fourfold.words.task import Task
 

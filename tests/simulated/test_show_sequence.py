@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fourfold.analysis.describe import show
-from fourfold.analysis.describe_sequence import saved_bytes, sent_bytes, trace_model
-from fourfold.analysis.task_facts.fake_ranks import FakeChannel
+from fourfold.axes.context.show import saved_bytes, sent_bytes, trace_model
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.sequence_group import SequenceGroup
 from fourfold.cli import run_commands
-from fourfold.parts.comm.ring import NullRingGroup, RingOverP2P
-from fourfold.parts.sequence.attention import sequence_attention
-from fourfold.parts.sequence.sequence_group import SequenceGroup
+from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.fake_ranks import FakeChannel
+from fourfold.show.describe import show
 from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import PlanError

@@ -1,7 +1,7 @@
 """`fourfold show` of the tensor axis: the layers that are split, what a rank holds, and what they send."""
 
-from fourfold.analysis.describe import show
 from fourfold.plan.plan import Plan
+from fourfold.show.describe import show
 from fourfold.tasks import lm
 
 EXPECTED = """

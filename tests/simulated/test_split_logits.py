@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 import fourfold as ff
-from fourfold.parts.tensor.split_logits import SplitLogits, split_logits, whole_logits
+from fourfold.axes.tensor.work.split_logits import SplitLogits, split_logits, whole_logits
 from fourfold.testing import threads
 from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import DivergenceError, TaskError

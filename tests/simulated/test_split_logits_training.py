@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.parts.tensor.split_logits import whole_logits
+from fourfold.axes.tensor.work.split_logits import whole_logits
 from fourfold.plan.plan import Plan
-from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

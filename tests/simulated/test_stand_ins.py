@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.step.pipeline.stand_in import OUTPUT, Source, StandIn, StandInUsed, UnknownValue, stand_in
-from fourfold.step.pipeline.values import describe, stand_in_of, take_apart
+from fourfold.axes.pipeline.work.stand_in import OUTPUT, Source, StandIn, StandInUsed, UnknownValue, stand_in
+from fourfold.axes.pipeline.work.values import describe, stand_in_of, take_apart
 
 EMBEDDING = Source(OUTPUT, "embedding")
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from torch import nn
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.launcher.traceback_text import format_error
+from fourfold.model.loss_sum import sum_loss
 from fourfold.plan.plan import Plan
-from fourfold.step.loss_sum import sum_loss
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE, deviation

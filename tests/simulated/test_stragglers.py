@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.parts.comm import meter, polling
+from fourfold.comm import meter, polling
 from fourfold.plan.plan import Plan
 from fourfold.step import executor
 from fourfold.step.train_step import TrainStep

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fourfold.parts.sync_batch_norm import StatisticsExchange, local_moments, merge
+from fourfold.model.sync_batch_norm import StatisticsExchange, local_moments, merge
 from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.plan import Plan
 from fourfold.step.model_checks import check_plan_for_model

@@ -8,21 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.analysis.task_facts import source
-from fourfold.analysis.task_facts.fake_step import lay_out
-from fourfold.analysis.task_facts.operations import MetaCalls
-from fourfold.analysis.task_facts.segments import equal_blocks
-from fourfold.analysis.task_facts.source import TaskFacts
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.losses import cross_entropy
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
-from fourfold.parts.torch_private import storage_key
+from fourfold.model.model_call import call_model
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.facts import ModelFacts, OperationKind, SegmentFacts
-from fourfold.step.model_call import call_model
+from fourfold.planner.predict.facts import ModelFacts, OperationKind, SegmentFacts
+from fourfold.planner.task_facts import source
+from fourfold.planner.task_facts.fake_step import lay_out
+from fourfold.planner.task_facts.operations import MetaCalls
+from fourfold.planner.task_facts.segments import equal_blocks
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recompute import Recompute
 from fourfold.tasks import lm
+from fourfold.torch_kit.torch_private import storage_key
 from fourfold.words.errors import PlanError, TaskError
 from fourfold.words.layout import Change
 from fourfold.words.task import Data, Task

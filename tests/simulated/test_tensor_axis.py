@@ -14,18 +14,18 @@ import transformers
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.shared_memory.host_transport import LazyReducer
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
-from fourfold.parts.tensor.cut import local_part
-from fourfold.parts.tensor.layers import split_layer
-from fourfold.parts.tensor.split_region import SplitRegion
+from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import split_layer
+from fourfold.axes.tensor.work.split_region import SplitRegion
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.shared_memory.host_transport import LazyReducer
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.model_checks import check_update_timing
 from fourfold.step.parallelize import parallelize
-from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

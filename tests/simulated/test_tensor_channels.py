@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fourfold.analysis.describe_tensor import format_tensor
+from fourfold.axes.tensor.show import format_tensor
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import digits

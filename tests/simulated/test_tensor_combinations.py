@@ -14,7 +14,7 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingP
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.parts.codec.residual import RESIDUAL_KEY
+from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import preflight

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.model.model_specs import num_parameters
 from fourfold.plan.plan import Plan
-from fourfold.step.model_specs import num_parameters
-from fourfold.step.tensor.tensor_axis import place_shards
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

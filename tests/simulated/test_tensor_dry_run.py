@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.parts.tensor.layers import SplitLayer
+from fourfold.axes.tensor.attach.check import TensorCheck, drawn_bytes
+from fourfold.axes.tensor.attach.dry_run import TensorMemoryFit
+from fourfold.axes.tensor.work.layers import SplitLayer
+from fourfold.model.draw_slices import DrawSlices, FoundDraw
 from fourfold.plan.plan import Plan
-from fourfold.step.draw_slices import DrawSlices, FoundDraw
+from fourfold.proof.check_config import MemoryFit
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.proof.check_config import MemoryFit
-from fourfold.step.tensor.check import TensorCheck, drawn_bytes
-from fourfold.step.tensor.dry_run import TensorMemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 
-from fourfold.parts import memory
-from fourfold.parts.comm import shared_regions
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor import shared_memory
-from fourfold.parts.comm.tensor_groups import make_tensor_group
+from fourfold.comm import shared_regions
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor import shared_memory
+from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.testing import threads
+from fourfold.torch_kit import memory
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.errors import DivergenceError, PeerError, PlanError
 from fourfold.words.layout import Change, collective_sent_bytes

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor.protocol import SingleRankTensorGroup
-from fourfold.parts.tensor.layers import RowLinear, split_layer
-from fourfold.parts.tensor.split_region import LeaveTokens, SplitRegion
+from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.work.layers import RowLinear, split_layer
+from fourfold.axes.tensor.work.split_region import LeaveTokens, SplitRegion
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_rules import Style
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.parallelize import preflight
-from fourfold.step.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads

@@ -16,7 +16,7 @@ from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingP
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES
 from fourfold.plan.plan import Plan
 from fourfold.step.ema import EMA

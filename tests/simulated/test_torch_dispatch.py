@@ -1,4 +1,4 @@
-"""Each private name of torch that `parts/torch_dispatch.py` uses is there, and does what its function says.
+"""Each private name of torch that `torch_kit/torch_dispatch.py` uses is there, and does what its function says.
 
 They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch,
 _SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, the _schema of an operation,
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import torch_dispatch as private
+from fourfold.torch_kit import torch_dispatch as private
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def test_a_schema_says_which_argument_an_operation_returns():
 def test_a_dispatch_mode_does_not_import_dynamo():
     code = """if 1:
         import sys, torch
-        from fourfold.parts.torch_dispatch import EagerDispatchMode
+        from fourfold.torch_kit.torch_dispatch import EagerDispatchMode
         seen = []
         class Mode(EagerDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):

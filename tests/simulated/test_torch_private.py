@@ -21,7 +21,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts import torch_private as private
+from fourfold.torch_kit import torch_private as private
 
 
 def parameter(*shape):
@@ -452,7 +452,7 @@ def test_a_step_without_wrappers_changes_weights_and_calls_no_hook():
 
 def test_an_optimizer_is_made_without_importing_torch_dynamo():
     script = (
-        "import sys, torch; from fourfold.parts import torch_private as private; private.avoid_dynamo_import();"
+        "import sys, torch; from fourfold.torch_kit import torch_private as private; private.avoid_dynamo_import();"
         "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2); o = torch.optim.SGD([p], lr=1.0);"
         "torch.no_grad()(private.step_without_wrappers)(o); assert 'torch._dynamo' not in sys.modules"
     )

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.axes.context.attach.dry_run import SequenceDryRun
+from fourfold.axes.context.attach.token_shards import token_shards
+from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.model.transformers_attention import ATTENTION_NAME
 from fourfold.plan.plan import Plan
-from fourfold.plan.sequence import SequenceSpec
-from fourfold.step.proof.check_config import STRICTEST_SEQUENCE_CHECK
-from fourfold.step.sequence.dry_run import SequenceDryRun
-from fourfold.step.sequence.token_shards import token_shards
+from fourfold.proof.check_config import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.train_step import TrainStep
-from fourfold.step.transformers_attention import ATTENTION_NAME
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import TaskError

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.step import sdpa_interception
-from fourfold.step.transformers_attention import install_attention
+from fourfold.model import sdpa_interception
+from fourfold.model.transformers_attention import install_attention
 from fourfold.words.errors import TaskError
 
 transformers = pytest.importorskip("transformers")

@@ -8,15 +8,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.tensor_groups import make_tensor_group
-from fourfold.parts.deferred_init import InitialModel
-from fourfold.parts.tensor.cut import cut_model, local_part
-from fourfold.parts.tensor.split_region import SplitRegion
-from fourfold.plan.tensor_layout import tensor_layout
-from fourfold.step.tensor.module_specs import module_kind, module_specs, tied_names
-from fourfold.step.tensor.transformers_rules import rules_of_transformers
+from fourfold.axes.tensor.attach.module_specs import module_kind, module_specs, tied_names
+from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
+from fourfold.axes.tensor.rules.layout import tensor_layout
+from fourfold.axes.tensor.work.cut import cut_model, local_part
+from fourfold.axes.tensor.work.split_region import SplitRegion
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.testing import threads
+from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.words.errors import PlanError
 from tests.simulated.test_transformers import KeepFloat64
 

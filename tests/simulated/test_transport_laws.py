@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fourfold.parts.codec import registry
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
-from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS, DataTransport, TransportSpec, WorldChannel
-from fourfold.parts.comm.topology import gather_topology
-from fourfold.parts.comm.transports import make_data_transport, make_world_channel
+from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
+from fourfold.comm.codec import registry
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS, DataTransport, TransportSpec, WorldChannel
+from fourfold.comm.topology import gather_topology
+from fourfold.comm.transports import make_data_transport, make_world_channel
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data.buckets import Bucket, Slot
-from fourfold.plan.data.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.testing import threads
 from fourfold.trainer.tracer import SpanRecorder
 from fourfold.words.errors import DivergenceError, PeerError, TrainingError

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fourfold.parts.comm.reduce.protocol import BucketSlice
-from fourfold.parts.optim.flat_optimizer import update_slices
-from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.comm.reduce.protocol import BucketSlice
+from fourfold.optim.flat_optimizer import update_slices
 
 
 @pytest.mark.parametrize(("device", "largest"), [("cpu", 2**18), ("meta", 2**24)])

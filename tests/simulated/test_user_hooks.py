@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.data.grad_hooks import register_last_hook
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
+from fourfold.torch_kit.grad_hooks import register_last_hook
 from fourfold.words.errors import FourfoldError, TaskError
 
 RATE = 0.5

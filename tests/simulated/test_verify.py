@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.analysis.comparison import EXACT_BOUND, TOLERANCE, Comparison, VerifyResult
-from fourfold.analysis.one_device import copy_with_hooks, mesh_state
-from fourfold.analysis.verify import check_verifiable, verify
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
+from fourfold.comm.codec.int8 import Int8
+from fourfold.comm.reduce.shared_memory import host_buffers
+from fourfold.comm.reduce.shared_memory.host_buffers import sum_in_order
 from fourfold.feed.source import TensorSource
-from fourfold.parts.codec.int8 import Int8
-from fourfold.parts.comm.reduce.shared_memory import host_buffers
-from fourfold.parts.comm.reduce.shared_memory.host_buffers import sum_in_order
+from fourfold.model.loss_sum import Loss, sum_loss
+from fourfold.model.objective import Objective
 from fourfold.plan.plan import Plan
-from fourfold.step.loss_sum import Loss, sum_loss
-from fourfold.step.objective import Objective
-from fourfold.step.proof.float64_mode import Float64Mode
+from fourfold.proof.float64_mode import Float64Mode
 from fourfold.testing import oracle
+from fourfold.verification.command import check_verifiable, verify
+from fourfold.verification.comparison import EXACT_BOUND, TOLERANCE, Comparison, VerifyResult
+from fourfold.verification.one_device import copy_with_hooks, mesh_state
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Data, Task
 
@@ -184,7 +184,7 @@ def buffers_lost(step, state):
 def test_a_buffer_that_differs_is_named_with_its_step(saved):
     model = functools.partial(Counting, saved=saved, used=False)
     whole = verify(task(model=model), Plan())
-    with mock.patch("fourfold.analysis.trial.mesh_state", buffers_lost):
+    with mock.patch("fourfold.verification.trial.mesh_state", buffers_lost):
         lost = verify(task(model=model), Plan())
     assert whole is not None
     assert lost is not None
@@ -226,7 +226,7 @@ def test_deviations_are_named_and_give_exit_code_1():
     verdict = compared((1e-12, 0.0), (1e-3, 1e-5), (1e-3, float("nan")))
     job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
-        mock.patch("fourfold.analysis.verify.verify", return_value=verdict),
+        mock.patch("fourfold.verification.command.verify", return_value=verdict),
         pytest.raises(command.VerifyError) as caught,
     ):
         command.verify(job, None)

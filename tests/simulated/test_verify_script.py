@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.analysis import verify_script
-from fourfold.analysis.comparison import EXACT_BOUND, VerifyResult
-from fourfold.analysis.verify_script import ScriptVerifier
-from fourfold.parts.comm.reduce.shared_memory import host_buffers
-from fourfold.parts.comm.reduce.shared_memory.host_buffers import sum_in_order
+from fourfold.comm.reduce.shared_memory import host_buffers
+from fourfold.comm.reduce.shared_memory.host_buffers import sum_in_order
+from fourfold.verification import script as verify_script
+from fourfold.verification.comparison import EXACT_BOUND, VerifyResult
+from fourfold.verification.script import ScriptVerifier
 from fourfold.words.errors import PlanError
 
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fourfold as ff
+from fourfold.axes.pipeline.work.block_draws import seeded_segments
+from fourfold.axes.pipeline.work.chain import find_chain
+from fourfold.comm import init
 from fourfold.environment.world import World
-from fourfold.parts.comm import init
 from fourfold.step.argument_checks import device_problems
-from fourfold.step.pipeline.block_draws import seeded_segments
-from fourfold.step.pipeline.chain import find_chain
 from fourfold.words.errors import LaunchError, SettingError
 
 VARIABLES = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}

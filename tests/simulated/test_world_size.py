@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.parts.comm import init
+from fourfold.comm import init
 from fourfold.tasks import digits
 from fourfold.testing import threads
 from fourfold.trainer import train as training

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.grad_averager import UsedOnSomeRanks

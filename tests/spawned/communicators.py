@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.parts.comm import init
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.comm import init
+from fourfold.comm.communicator import Communicator
 from fourfold.words.mesh import Axis, Mesh
 from tests import communicator_oracle
 from tests.cases import Case, build_step, train_step

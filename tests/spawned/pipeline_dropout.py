@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fourfold as ff
+from fourfold.axes.pipeline.work.block_draws import seeded_segments
+from fourfold.axes.pipeline.work.chain import find_chain
 from fourfold.plan.rng import microbatch_seed
-from fourfold.step.pipeline.block_draws import seeded_segments
-from fourfold.step.pipeline.chain import find_chain
 from fourfold.tasks.lm import LanguageModel
 from tests import cases
 from tests.spawned.tensor_dropout import SEED, token_batches, token_loss

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
-from fourfold.analysis.verify import verify
+from fourfold.axes.context.work.sequence_group import connect_sequence
 from fourfold.cli.job import parse_job
-from fourfold.parts.comm import init
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.comm import init
+from fourfold.comm.meter import CommMeter
 from fourfold.plan.codec import codec_rounds
 from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
 from fourfold.testing import oracle
 from fourfold.trainer import meters
 from fourfold.trainer.tracer import Tracer
+from fourfold.verification.command import verify
 from fourfold.words.errors import DivergenceError, FourfoldError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module

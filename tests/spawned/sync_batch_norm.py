@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fourfold.analysis.verify import verify
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.parallelize import parallelize
 from fourfold.testing import oracle
+from fourfold.verification.command import verify
 from fourfold.words.errors import DivergenceError
 from fourfold.words.task import Data, Task
 from tests.classification import batches, local_batch, loss, sgd

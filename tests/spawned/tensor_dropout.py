@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
+from fourfold.axes.context.attach.check import SequenceCheck
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.parts.torch_private import is_in_backward
-from fourfold.step.draw_slices import DrawSlices
-from fourfold.step.proof.first_batch import ForwardCheck
-from fourfold.step.sequence.check import SequenceCheck
+from fourfold.model.draw_slices import DrawSlices
+from fourfold.proof.first_batch import ForwardCheck
 from fourfold.step.train_step import TrainStep
+from fourfold.torch_kit.torch_private import is_in_backward
 from tests import cases
 from tests.checkpoint_runs import MemoryLog
 

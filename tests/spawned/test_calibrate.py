@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.plan.predict.calibrated_prices import CalibratedPrices
-from fourfold.plan.predict.calibration import Calibration, Cut, decode_calibration
-from fourfold.plan.predict.step import predict_step
 from fourfold.plan.topology import Topology
+from fourfold.planner.predict.calibrated_prices import CalibratedPrices
+from fourfold.planner.predict.calibration import Calibration, Cut, decode_calibration
+from fourfold.planner.predict.step import predict_step
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import lm
 
 BATCH_SIZE = 8

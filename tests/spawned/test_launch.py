@@ -295,7 +295,7 @@ import ctypes, os, sys
 if os.environ["RANK"] == "1":
     sys.exit(0)  # one rank is enough
 import torch
-from fourfold.parts import memory
+from fourfold.torch_kit import memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f g h i".split()]
@@ -384,7 +384,7 @@ import os, stat
 from pathlib import Path
 import psutil
 import torch, torch.distributed as dist
-from fourfold.parts.comm.init import init_communicator
+from fourfold.comm.init import init_communicator
 
 for again in range(2):
     dist.init_process_group("gloo")
@@ -421,7 +421,7 @@ def test_other_users_cannot_reach_the_store_of_a_job(start: Start) -> None:
 MPI = """
 import os, sys
 from pathlib import Path
-from fourfold.parts.comm.init import init_communicator
+from fourfold.comm.init import init_communicator
 ranks = init_communicator()
 folder = Path(os.environ["TMPDIR"]) / f"fourfold-{os.getuid()}"
 names = sorted(file.name.split("-")[0] for file in folder.iterdir())
@@ -454,8 +454,8 @@ def test_ranks_of_mpi_on_one_host_join_through_a_private_file(start: Start, tmp_
 GIVEN_UP = """
 import gc
 import torch
-from fourfold.parts.comm import process_group_lifecycle
-from fourfold.parts.comm.init import init_communicator
+from fourfold.comm import process_group_lifecycle
+from fourfold.comm.init import init_communicator
 
 process_group_lifecycle.DESTROY_TIMEOUT_SECONDS = 1.0
 ones = torch.ones(4)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.analysis.task_facts.source import TaskFacts
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import digits
 from tests.calibration_cases import pretend_measured
 from tests.spawned import SOURCE

@@ -37,9 +37,9 @@ def test_verify_finds_that_torch_sync_batch_norm_trains_as_on_one_device(world):
 def test_a_ring_that_lives_until_the_interpreter_ends_says_nothing_at_the_end():
     script = """
 import torch
-from fourfold.parts import memory
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
+from fourfold.torch_kit import memory
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.shared_regions import GroupPlace, SharedRegions, total_bytes
 
 handle = memory.create_growing(total_bytes(1))
 # A module that was imported earlier: it is cleared after those of Fourfold.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.parts.sequence.dropout import AttentionDropout, DropoutMask
+from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask
 from fourfold.testing.oracle import TOLERANCE
 from tests.spawned.tensor_dropout import (
     HEADS,

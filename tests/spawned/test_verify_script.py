@@ -8,7 +8,7 @@ SCRIPT = """
 import sys
 import torch, torch.nn.functional as F
 import fourfold as ff
-from fourfold.parts.comm.reduce.shared_memory import host_buffers
+from fourfold.comm.reduce.shared_memory import host_buffers
 
 if sys.argv[1:] == ["broken"]:
     whole = host_buffers.sum_in_order

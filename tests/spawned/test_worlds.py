@@ -160,7 +160,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
 
 JOIN = """
 import sys
-from fourfold.parts.comm.init import init_communicator
+from fourfold.comm.init import init_communicator
 comm = init_communicator()
 rows = comm.all_gather_json([sys.argv[1], comm.rank])
 if comm.rank == 0:

@@ -32,7 +32,7 @@ from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.feed.feed import Feed
 from fourfold.plan.decode import DecodeError
 from fourfold.plan.json_state import decode_state, encode_state, state_problems
-from fourfold.step.digests.table import TABLE, digest_bytes
+from fourfold.proof.digests.table import TABLE, digest_bytes
 from fourfold.step.train_step import TrainStep
 from fourfold.words import argument_checks
 from fourfold.words.errors import CheckpointError, Problem, SettingError

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.write import Holders, LiveTensor, make_live_parts, make_live_tensor
+from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.comm.memory_order import is_in_order, shaped
+from fourfold.comm.rank_layout import RankLayout
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import describe_order
-from fourfold.parts.codec.residual import RESIDUAL_KEY
-from fourfold.parts.generators import states_of
-from fourfold.parts.memory_order import is_in_order, shaped
-from fourfold.parts.optim.lr_scheduler import SteppedScheduler
-from fourfold.parts.rank_layout import RankLayout
+from fourfold.optim.lr_scheduler import SteppedScheduler
 from fourfold.plan.checkpoint_manifest import (
     DataState,
     FirstStepRecord,
@@ -34,6 +33,7 @@ from fourfold.plan.rng import random_place
 from fourfold.plan.sample_order import PLAIN_ORDERS
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
+from fourfold.torch_kit.generators import states_of
 from fourfold.words.errors import CheckpointError, Problem
 
 

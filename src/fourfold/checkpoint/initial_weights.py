@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
-from fourfold.parts.deferred_init import InitialModel
-from fourfold.parts.weight_files import StoredWeights, WeightFiles
 from fourfold.step.initial_model import make_initial_model
+from fourfold.torch_kit.deferred_init import InitialModel
+from fourfold.torch_kit.weight_files import StoredWeights, WeightFiles
 from fourfold.words.errors import CheckpointError, Problem
 
 SKIPPED = r"rotary_emb\.inv_freq$"  # older files of many models; it is computed

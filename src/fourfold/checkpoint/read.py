@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES
-from fourfold.parts.tensor_reader import part_of
 from fourfold.plan.checkpoint_boxes import Block, Overlap, Part, Shape, flattened, overlaps, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import Manifest, StoredPart, TensorEntry, TensorKey, TensorKind
+from fourfold.torch_kit.tensor_reader import part_of
 from fourfold.words.box import Box
 from fourfold.words.errors import CheckpointError, Problem
 

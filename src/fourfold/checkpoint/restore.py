@@ -15,13 +15,9 @@ from torch import Tensor
 from fourfold.checkpoint.collect import TrainingState, data_state
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
+from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.feed.position import ORDER_KEYS, Position, order_problem
-from fourfold.parts.codec.residual import RESIDUAL_KEY
-from fourfold.parts.data.param_access import untracked_access
-from fourfold.parts.dtypes import accumulation_dtype
-from fourfold.parts.generators import generators_of
-from fourfold.parts.option_text import IMPLEMENTATION_OPTIONS
-from fourfold.parts.tensor_reader import ParameterState, TensorReader
+from fourfold.model.weights import trainable_parameters
 from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
@@ -30,7 +26,11 @@ from fourfold.plan.sample_order import UNSHUFFLED
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_validation import optimizer_problems
 from fourfold.step.train_step import TrainStep
-from fourfold.step.weights import trainable_parameters
+from fourfold.torch_kit.dtypes import accumulation_dtype
+from fourfold.torch_kit.generators import generators_of
+from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.torch_kit.param_access import untracked_access
+from fourfold.torch_kit.tensor_reader import ParameterState, TensorReader
 from fourfold.words.errors import CheckpointError, Problem
 
 

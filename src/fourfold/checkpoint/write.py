@@ -18,12 +18,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.tensor.shard_reader import row_views
+from fourfold.axes.tensor.work.shard_reader import row_views
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, Part, Shape, blocks, divide_writing, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import FileEntry, StoredPart, TensorEntry, TensorKey
 from fourfold.plan.shard_ranges import stored_ranges
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.torch_kit import memory
 from fourfold.words.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 4 * 2**20

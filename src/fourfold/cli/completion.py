@@ -121,8 +121,8 @@ def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
     from fourfold.cli.arguments import RUN_SETTINGS
     from fourfold.cli.plan_arguments import CALIBRATE, GPT, OWN_WORDS
     from fourfold.cli.plan_gpt import NEEDED, OPTIONAL
-    from fourfold.plan.decide.ask import ASK_PREFIX, ask_names
-    from fourfold.plan.predict.cluster_file import cluster_names
+    from fourfold.plan.ask import ASK_PREFIX, ask_names
+    from fourfold.planner.predict.cluster_file import cluster_names
     from fourfold.trainer.settings import TASK_FIELDS
 
     if typed.startswith(ASK_PREFIX):

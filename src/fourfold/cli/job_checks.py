@@ -32,9 +32,9 @@ def check_tokens(data: "DataInput", plan: Plan) -> None:
     """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
     if plan.sp == 1:
         return
+    from fourfold.axes.context.attach.token_shards import sequence_length
     from fourfold.feed.sample_rng import fetch_one
     from fourfold.feed.stream import Stream
-    from fourfold.step.sequence.token_shards import sequence_length
 
     if not isinstance(data.source, Stream):
         sequence_length(fetch_one(data.source, 0))

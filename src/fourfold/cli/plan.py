@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.analysis.plan_text import best_baseline
 from fourfold.cli.named_files import check_named_files
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.decide.decision import Decision
-from fourfold.plan.predict.cluster_file import read_table
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.planner.plan_text import best_baseline
+from fourfold.planner.predict.cluster_file import read_table
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.search.decision import Decision
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
 if TYPE_CHECKING:
-    from fourfold.analysis.plan_curves import Curve
     from fourfold.cli.plan_question import Question, Questions
     from fourfold.cli.plan_run import PlannedRun
+    from fourfold.planner.plan_curves import Curve
 
 Timed = list[tuple[Prediction, float]]
 """Plans that have been run, and the seconds of a step of each."""
@@ -66,11 +66,11 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     from fourfold.cli.plan_machine import calibration_words
     from fourfold.cli.plan_question import task_words
     from fourfold.launcher.process_defaults import default_num_processes
-    from fourfold.plan.predict.calibration import task_key
+    from fourfold.planner.predict.calibration import task_key
 
     words = [word for word in task_words(arguments) if word != CALIBRATE]
     check_named_files(words)
-    from fourfold.analysis.task_facts.source import TaskFacts  # not on top: it imports torch
+    from fourfold.planner.task_facts.source import TaskFacts  # not on top: it imports torch
 
     prepared = job.parse_job(words, has_run_dir=False)
     num_ranks = arguments.value("devices") or devices or default_num_processes()
@@ -106,9 +106,9 @@ def check_out(arguments: PlanArguments) -> None:
 
 
 def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
-    from fourfold.analysis.plan_text import format_decision
     from fourfold.cli import plan_run
     from fourfold.cli.plan_progress import shown_progress
+    from fourfold.planner.plan_text import format_decision
 
     with shown_progress(questions.progress):
         question = questions.make()
@@ -158,9 +158,9 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
-    from fourfold.analysis.plan_curves import format_curves
     from fourfold.cli import plan_what_if
     from fourfold.cli.plan_progress import shown_progress
+    from fourfold.planner.plan_curves import format_curves
 
     if confirm := arguments.value("confirm"):
         got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"
@@ -189,10 +189,10 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
 
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
-    from fourfold.analysis.plan_text import format_confirmed
     from fourfold.cli.local_launch import launch_quietly
     from fourfold.cli.plan_question import task_words
     from fourfold.cli.plan_timing import measure_plans
+    from fourfold.planner.plan_text import format_confirmed
 
     if not (question.machine.is_here and question.is_task):
         got = f"confirm = {count}, for {question.task} on {question.machine.text}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
-from fourfold.plan.decide.ask import ASK_PREFIX
+from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.quantities import Dimension, read_quantity

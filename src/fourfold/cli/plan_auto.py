@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fourfold.analysis.plan_text import best_baseline, fewer_devices, plan_words
 from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
@@ -17,10 +16,11 @@ from fourfold.cli.plan_progress import shown_progress
 from fourfold.cli.plan_question import Question, Questions, pinned_fields
 from fourfold.cli.plan_word import PLAN_AUTO, training_words
 from fourfold.environment.world import World
-from fourfold.plan.decide.decision import Decision
-from fourfold.plan.decide.reasons import reason
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
+from fourfold.planner.plan_text import best_baseline, fewer_devices, plan_words
+from fourfold.planner.search.decision import Decision
+from fourfold.planner.search.reasons import reason
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.run_files import PLAN_FILE
 from fourfold.words.units import format_bytes, format_step_seconds

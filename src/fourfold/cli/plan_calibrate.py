@@ -20,7 +20,7 @@ from fourfold.environment.atomic_file import write_atomically
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import from_environment, num_cores
 from fourfold.launcher.process_defaults import THREAD_VARIABLES
-from fourfold.plan.predict.calibration import (
+from fourfold.planner.predict.calibration import (
     Calibration,
     CalibrationError,
     MachineIdentity,
@@ -58,7 +58,7 @@ def calibrate(
     is_forced  measure although other processes are at work
     Raises CalibrationError, and what the words raise.
     """
-    from fourfold.analysis.calibrate.machine import check_quiet, this_machine
+    from fourfold.planner.calibrate.machine import check_quiet, this_machine
 
     job.parse_job([*words, *_as_many_ranks(num_ranks)], has_run_dir=False)
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
@@ -93,7 +93,7 @@ def find_calibration(key: str, num_ranks: int) -> Calibration | None:
 
     Raises CalibrationError for a file that is damaged, or of another machine.
     """
-    from fourfold.analysis.calibrate.machine import this_machine
+    from fourfold.planner.calibrate.machine import this_machine
 
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
     path = calibration_path(machine, key)
@@ -136,9 +136,9 @@ def _as_many_ranks(num_ranks: int) -> list[str]:
 
 def main(request: str, result: str, words: Sequence[str]) -> None:
     """One rank."""
-    from fourfold.analysis.calibrate.rank import Conditions, measure
-    from fourfold.analysis.task_facts.source import TaskFacts
-    from fourfold.parts.comm import init
+    from fourfold.comm import init
+    from fourfold.planner.calibrate.rank import Conditions, measure
+    from fourfold.planner.task_facts.source import TaskFacts
 
     world = from_environment()
     assert world is not None

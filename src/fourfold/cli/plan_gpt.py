@@ -8,7 +8,7 @@ from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
 from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, read_size, size_need
-from fourfold.plan.predict.facts import FactsSource
+from fourfold.planner.predict.facts import FactsSource
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 
 NEEDED = ("layers", "width", "heads")
@@ -20,7 +20,7 @@ EXAMPLE = "layers=24 width=2304 heads=24"
 
 def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
     """The facts of the GPT that the words describe, and what to call it. Raises FourfoldError."""
-    from fourfold.plan.predict.gpt_facts import GptFacts
+    from fourfold.planner.predict.gpt_facts import GptFacts
 
     values: dict[str, Any] = dict(OPTIONAL)
     source, problems = None, []

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from fourfold.cli.output import print_text
 from fourfold.cli.plan_arguments import WHERE
 from fourfold.environment.world import num_cores
-from fourfold.plan.decide.answer import PREDICTION_ERROR
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.predict.cluster import Cluster, ProductEfficiency, Tier
-from fourfold.plan.predict.facts import FactsSource
-from fourfold.plan.predict.prices import Prices
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.facts import FactsSource
+from fourfold.planner.predict.prices import Prices
+from fourfold.planner.search.answer import PREDICTION_ERROR
 from fourfold.words.errors import Problem, SettingError
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.plan.predict.calibration import Calibration, MachineIdentity
+    from fourfold.planner.predict.calibration import Calibration, MachineIdentity
 
 RANKS_PER_CORE = 2  # at most, of ranks that measure this machine
 
@@ -55,8 +55,8 @@ def described_machine(name: str, *, devices: int | None, network: float | None) 
     devices  how many there are to be; None: those of the cluster
     network  bytes a second that a rank sends to another host; None: the cluster's
     """
-    from fourfold.plan.predict.cluster_file import load_cluster
-    from fourfold.plan.predict.roofline import RooflinePrices
+    from fourfold.planner.predict.cluster_file import load_cluster
+    from fourfold.planner.predict.roofline import RooflinePrices
 
     cluster = load_cluster(name)
     if network is not None:
@@ -81,7 +81,7 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     from fourfold.cli.local_launch import launch_quietly
     from fourfold.cli.plan_calibrate import calibrate, find_calibration, format_calibrated
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
-    from fourfold.plan.predict.calibration import CalibrationError, task_key
+    from fourfold.planner.predict.calibration import CalibrationError, task_key
 
     most = max(MAX_DEFAULT_PROCESSES, RANKS_PER_CORE * num_cores())
     if devices > most:
@@ -101,7 +101,7 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
 
 def why_measured(words: Sequence[str], key: str, devices: int) -> str:
     """Why this machine is measured now. `key`: of the task."""
-    from fourfold.plan.predict.calibration import other_conditions
+    from fourfold.planner.predict.calibration import other_conditions
 
     ranks = "1 rank" if devices == 1 else f"{devices} ranks"
     text = f"measuring this machine once, for {' '.join(words)} on {ranks}: less than a minute"
@@ -115,7 +115,7 @@ def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
     Where it has not been measured for any task, the task's facts are not asked for: they take seconds.
     """
     from fourfold.cli.plan_calibrate import find_calibration
-    from fourfold.plan.predict.calibration import has_calibrations, task_key
+    from fourfold.planner.predict.calibration import has_calibrations, task_key
 
     if not has_calibrations(_identity(devices)):
         return None
@@ -124,8 +124,8 @@ def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
 
 
 def _identity(devices: int) -> "MachineIdentity":
-    from fourfold.analysis.calibrate.machine import this_machine as identify
     from fourfold.cli.plan_calibrate import threads_of_rank
+    from fourfold.planner.calibrate.machine import this_machine as identify
 
     return identify(devices, threads=threads_of_rank(devices))
 
@@ -134,7 +134,7 @@ def _as_measured(calibration: "Calibration") -> Machine:
     import torch
 
     from fourfold.environment.host_limits import available_bytes
-    from fourfold.plan.predict.calibrated_prices import CalibratedPrices
+    from fourfold.planner.predict.calibrated_prices import CalibratedPrices
 
     measured = calibration.machine
     rates = calibration.operations

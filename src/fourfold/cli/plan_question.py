@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.cli import job, settings_file, task_loader
 from fourfold.cli.arguments import parse_args, parse_values
 from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, PlanArguments, read_size, size_need
@@ -19,20 +20,19 @@ from fourfold.cli.plan_machine import Machine, calibration_words, described_mach
 from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.environment.imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.decide.ask import ASK_PREFIX, AUTO, Ask, ask_text
-from fourfold.plan.decide.decision import Decision
-from fourfold.plan.decide.layers import NO_DIMS
-from fourfold.plan.decide.progress import Progress
+from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.predict.facts import FactsSource, ModelFacts
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.workload import Workload
 from fourfold.plan.recipes import RECIPE_PREFIX
-from fourfold.plan.tensor_dims import marked_dims
 from fourfold.plan.update_spec import UpdateSpec
+from fourfold.planner.predict.facts import FactsSource, ModelFacts
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.workload import Workload
+from fourfold.planner.search.decision import Decision
+from fourfold.planner.search.layers import NO_DIMS
+from fourfold.planner.search.progress import Progress
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.mesh import AXES
 from fourfold.words.task import Task
@@ -96,8 +96,8 @@ class Question:
     def predict(self, plan: Plan) -> Prediction:
         """What a plan would take. Raises PlanError."""
         from fourfold.plan.lowering import lower
-        from fourfold.plan.predict.cluster import topology_of
-        from fourfold.plan.predict.step import predict_step
+        from fourfold.planner.predict.cluster import topology_of
+        from fourfold.planner.predict.step import predict_step
 
         cluster = self.machine.cluster
         topology = topology_of(cluster, plan.mesh.size)
@@ -106,7 +106,7 @@ class Question:
 
     def decide(self) -> Decision:
         """The best plans. Raises PlanError if none fits."""
-        from fourfold.plan.decide.decide import decide
+        from fourfold.planner.search.decide import decide
 
         self.progress.best = None
         self.progress.begin("counting what the model computes")
@@ -125,7 +125,7 @@ class Question:
 
     def _fewer(self, num_devices: int) -> dict[int, Prediction]:
         """The best baselines on 1, 2, 4, … devices, on those numbers where there is one."""
-        from fourfold.plan.decide.decide import best_baseline_on
+        from fourfold.planner.search.decide import best_baseline_on
 
         found = {}
         for number in (2**power for power in range((num_devices - 1).bit_length())):
@@ -229,7 +229,7 @@ def parse_batch(word: str) -> int:
 
 def trained_task(words: Sequence[str]) -> TaskSource:
     """The task that the words name. Raises FourfoldError."""
-    from fourfold.analysis.task_facts.source import TaskFacts
+    from fourfold.planner.task_facts.source import TaskFacts
 
     with collection_paused():
         prepared = job.parse_job(words, has_run_dir=False)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def question_here(prepared: "Job") -> "Question | None":
     """The question of a job's task on its ranks of this machine; None where it is not calibrated for that."""
-    from fourfold.analysis.task_facts.source import TaskFacts
     from fourfold.cli.plan_machine import calibrated_machine
     from fourfold.cli.plan_question import Question, with_batch_size
-    from fourfold.plan.decide.ask import Ask
+    from fourfold.plan.ask import Ask
+    from fourfold.planner.task_facts.source import TaskFacts
 
     source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
     machine = calibrated_machine(source, prepared.num_processes)
@@ -35,9 +35,9 @@ def record_prediction(prepared: "Job", folder: Path) -> str | None:
 
     A prediction that cannot be made or written does not make the run fail: the line says why.
     """
-    from fourfold.analysis.plan_text import format_difference
     from fourfold.cli.plan_run import median_step_seconds
-    from fourfold.plan.predict.prediction import RecordedPrediction, encode_prediction
+    from fourfold.planner.plan_text import format_difference
+    from fourfold.planner.predict.prediction import RecordedPrediction, encode_prediction
 
     try:
         question = question_here(prepared)
@@ -62,7 +62,7 @@ def describe_prediction(prepared: "Job") -> str:
 
     The rest of what is shown needs no calibration: if it cannot be used, the section says why.
     """
-    from fourfold.analysis.plan_text import format_prediction
+    from fourfold.planner.plan_text import format_prediction
 
     try:
         question = question_here(prepared)

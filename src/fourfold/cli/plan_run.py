@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.analysis.plan_text import format_difference, plan_words
 from fourfold.cli.plan_arguments import NO_FILE, PlanArguments
-from fourfold.plan.decide.ask import SEARCHED
-from fourfold.plan.decide.decision import Decision
+from fourfold.plan.ask import SEARCHED
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.predict.prediction import Prediction
+from fourfold.planner.plan_text import format_difference, plan_words
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.search.decision import Decision
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, RUNS_DIR
 from fourfold.words.units import format_step_seconds

@@ -23,7 +23,7 @@ Launch = Callable[[Sequence[str], int], int]
 
 def main(plans: str, result: str, words: Sequence[str]) -> None:
     """One rank."""
-    from fourfold.analysis.time_plans import time_plans
+    from fourfold.planner.time_plans import time_plans
 
     world = from_environment()
     assert world is not None

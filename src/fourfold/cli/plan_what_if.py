@@ -8,12 +8,12 @@ Law: every combination has its point; one where nothing fits says what is missin
 import itertools
 from collections.abc import Mapping, Sequence
 
-from fourfold.analysis.plan_curves import DEVICES, Curve, Point
 from fourfold.cli import settings_file, task_loader
 from fourfold.cli.arguments import KEY_VALUE, ValueType, has_several_values
 from fourfold.cli.plan_arguments import BATCH, GPT, OWN_WORDS, WHERE, PlanArguments
 from fourfold.cli.plan_gpt import LARGEST
 from fourfold.cli.plan_question import Questions
+from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
 
 MAX_POINTS = 64

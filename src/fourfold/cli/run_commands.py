@@ -237,10 +237,10 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     if not command.has_plan:
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
 
-    from fourfold.analysis.describe import show as describe_plan
     from fourfold.cli import job
     from fourfold.cli.plan_record import describe_prediction
     from fourfold.report.plan_pages import render_plan
+    from fourfold.show.describe import show as describe_plan
     from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.
@@ -285,7 +285,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
     required = check_num_processes(processes, world)
 
     def check() -> job.Job:
-        from fourfold.analysis.verify import check_verifiable
+        from fourfold.verification.command import check_verifiable
 
         plan = job.parse_job(words, num_processes=required, has_run_dir=False).plan
         check_verifiable(plan)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fourfold.axes.tensor.rules.rules import table_problems
 from fourfold.cli import arguments
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
-from fourfold.plan.decide.ask import ASK_PREFIX
+from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
-from fourfold.plan.tensor_rules import table_problems
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name, task_file
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match, place_of_setting

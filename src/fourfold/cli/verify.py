@@ -16,8 +16,8 @@ from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 
 if TYPE_CHECKING:
-    from fourfold.analysis.comparison import VerifyResult
     from fourfold.cli.job import Job
+    from fourfold.verification.comparison import VerifyResult
 
 
 SCRIPT_WORD = "--script"
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> None:
 
 def verify(prepared: "Job", world: World | None) -> None:
     """Verify in this process; rank 0 prints the result, and raises VerifyError if the plan fails."""
-    from fourfold.analysis.verify import verify as run
+    from fourfold.verification.command import verify as run
 
     seed = prepared.settings.get("seed", 0)
     report(run(prepared.task, prepared.plan, seed=seed, name=prepared.task_name))
@@ -70,9 +70,9 @@ def run_script(words: Sequence[str], processes: str | None) -> int:
 
 def verify_script(command: Sequence[str], *, steps: int) -> None:
     """Run one rank of a script, and compare its first steps; rank 0 prints the result, as `verify` does."""
-    from fourfold.analysis.verify_script import ScriptVerifier
+    from fourfold.comm.init import world
     from fourfold.launcher.worker import run_program
-    from fourfold.parts.comm.init import world
+    from fourfold.verification.script import ScriptVerifier
 
     verifier = ScriptVerifier(Path(command[0]).name, steps=steps)
     with verifier.watching():

@@ -138,7 +138,7 @@ def _probe_torch() -> dict[str, Any]:
 def _probe_shared_memory(num_bytes: int) -> tuple[int, str]:
     """The bytes of shared memory that could be reserved, and why none could."""
     try:
-        from fourfold.parts import memory
+        from fourfold.torch_kit import memory
     except Exception:  # torch does not import, which has a row of its own
         return 0, "not tested without torch"
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fourfold.parts.torch_private import collate, default_collate_fn_map
+from fourfold.torch_kit.torch_private import collate, default_collate_fn_map
 from fourfold.words.errors import DataError, Problem
 
 PADDING_HINT = "pad them to one shape: in the samples, a DataLoader's collate_fn, or the source's own fetch(indices)"

@@ -3,7 +3,7 @@
 Law: ranks that differ on other axes than dp read the same samples.
 """
 
-from fourfold.parts.comm import init
+from fourfold.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import DataError, Problem
 

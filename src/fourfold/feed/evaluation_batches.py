@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fourfold.comm.communicator import Communicator
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.expected import read_expected
 from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
@@ -16,7 +17,6 @@ from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared
 from fourfold.feed.source_fingerprint import Fingerprint
 from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
 from fourfold.feed.workers import Request
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.plan.sample_order import shard_range
 from fourfold.words.errors import DataError

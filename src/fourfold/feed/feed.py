@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch.utils.data import DataLoader
 
+from fourfold.comm import init
+from fourfold.comm.communicator import Communicator
 from fourfold.feed.batches import HOST_BATCHES, Batch, DeviceBatches, DictBatch, device_batches
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
@@ -37,8 +39,6 @@ from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request
-from fourfold.parts.comm import init
-from fourfold.parts.comm.communicator import Communicator
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
 from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.plan import Plan

@@ -23,7 +23,7 @@ import torch
 from fourfold.feed.pack.schema import Schema
 from fourfold.feed.pack.values import Encoder, decode, schema_of
 from fourfold.feed.transform_signature import NEED, WHERE
-from fourfold.parts import memory
+from fourfold.torch_kit import memory
 from fourfold.words.errors import DataError, Problem
 
 SLOT_BYTES = 2**34  # of addresses, not of memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.parts.torch_private import uncompiled
+from fourfold.torch_kit.torch_private import uncompiled
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 

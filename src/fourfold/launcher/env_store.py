@@ -68,7 +68,7 @@ def register_handler(module: Any) -> None:
         if requested != world:
             yield from torch_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
             return
-        from fourfold.parts.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
+        from fourfold.comm.file_store import GROUP_TIMEOUT_SECONDS, open_file_store
 
         path, (rank, size) = store_file(os.environ), (int(world["RANK"]), int(world["WORLD_SIZE"]))
         assert path is not None

@@ -175,7 +175,7 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        from fourfold.parts.comm.process_group_lifecycle import release_groups
+        from fourfold.comm.process_group_lifecycle import release_groups
 
         release_groups(include_world=True)
 

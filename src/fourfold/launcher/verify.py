@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.analysis.comparison import VerifyResult
-from fourfold.analysis.trial import Training
-from fourfold.analysis.verify import check_verifiable, verify_batches
+from fourfold.comm import init
 from fourfold.launcher.notebook import launch
-from fourfold.parts.comm import init
-from fourfold.parts.optim.user_optimizer import OptimizerSource
+from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_arguments
+from fourfold.verification.command import check_verifiable, verify_batches
+from fourfold.verification.comparison import VerifyResult
+from fourfold.verification.trial import Training
 from fourfold.words.errors import Problem, SettingError
 
 STEPS, SEED = 10, 0

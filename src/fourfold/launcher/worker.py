@@ -87,7 +87,7 @@ def _destroy_group(process: int) -> None:
     if distributed is None or os.getpid() != process or not distributed.is_initialized():
         return
     if distributed.get_backend() == "gloo":
-        from fourfold.parts.comm.process_group_lifecycle import release_groups
+        from fourfold.comm.process_group_lifecycle import release_groups
 
         release_groups(include_world=True)
 

@@ -10,16 +10,16 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fourfold.axes.pipeline.rules import conflicts
+from fourfold.axes.pipeline.rules.division import stage_count_problems
+from fourfold.axes.pipeline.rules.edges import edge_problems
+from fourfold.axes.pipeline.rules.schedules import schedule_problems
+from fourfold.axes.tensor.rules.residual import SPLIT, WHOLE
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.model_traits import TRAIT_FIELDS, ModelTraits, trait_problems
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline import conflicts
-from fourfold.plan.pipeline.division import stage_count_problems
-from fourfold.plan.pipeline.edges import edge_problems
-from fourfold.plan.pipeline.schedules import schedule_problems
 from fourfold.plan.plan import Plan, candidate_meshes
-from fourfold.plan.tensor_residual import SPLIT, WHOLE
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem

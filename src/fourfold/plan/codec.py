@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fourfold.plan.data.buckets import Bucket, Slot
+from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.plan.density import num_sent
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change

@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fourfold.plan.check import legality_problems
-from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
-from fourfold.plan.data.buckets import Bucket, effective_bucket_bytes, make_buckets
-from fourfold.plan.data.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step, lower_undrained
-from fourfold.plan.data.transport_request import TransportRequest, request_transport
-from fourfold.plan.data.zero import (
+from fourfold.axes.data.rules.buckets import Bucket, effective_bucket_bytes, make_buckets
+from fourfold.axes.data.rules.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step, lower_undrained
+from fourfold.axes.data.rules.transport_request import TransportRequest, request_transport
+from fourfold.axes.data.rules.zero import (
     RESTING_LAYOUTS,
     RestingLayouts,
     ShardGroups,
     layout_changes,
     step_sent_bytes,
 )
+from fourfold.axes.pipeline.rules.schedules import steady_actions
+from fourfold.axes.pipeline.rules.sends import add_nominal_count, add_sends
+from fourfold.axes.pipeline.rules.ties import add_copies, add_ties
+from fourfold.plan.check import legality_problems
+from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
 from fourfold.plan.memory import (
     BucketBytes,
     HostMemoryUse,
@@ -32,9 +35,6 @@ from fourfold.plan.memory import (
     host_memory_use,
 )
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.schedules import steady_actions
-from fourfold.plan.pipeline.sends import add_nominal_count, add_sends
-from fourfold.plan.pipeline.ties import add_copies, add_ties
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
 from fourfold.plan.step_programs import NO_RECORD, Programs, StepRecord

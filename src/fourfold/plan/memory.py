@@ -3,7 +3,7 @@
 bytes per element  of a bucket: of its weight, its gradient, its optimizer states
 held               allocated from the first step to the last; activations and temporaries of an update are not
 staging            received shards, and copies of shards, while a bucket is sent over a network
-Law: `parts/memory.py` counts the same bytes on a host, except for alignment, flags and scalars.
+Law: `torch_kit/memory.py` counts the same bytes on a host, except for alignment, flags and scalars.
 
 Not counted: frozen weights and buffers of the model, and the state of a codec.
 """
@@ -11,8 +11,9 @@ Not counted: frozen weights and buffers of the model, and the state of a codec.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.data.zero import (
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.axes.data.rules.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
+from fourfold.axes.data.rules.zero import (
     NUM_GRAD_BUFFERS,
     RESTING_LAYOUTS,
     RestingLayouts,
@@ -22,7 +23,6 @@ from fourfold.plan.data.zero import (
 )
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import MASTER_BYTES, gradient_bucket, has_master_weights
-from fourfold.plan.unshard_order import MAX_UNSHARDED, NUM_STAGING_BUFFERS
 from fourfold.words.layout import SPLIT, Change
 
 # Reductions to split layouts; each holds a received copy of its bucket until it ends.

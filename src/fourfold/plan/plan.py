@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.data.rules.zero import ShardGroups
+from fourfold.axes.pipeline.rules.division import StageSpec
+from fourfold.axes.pipeline.rules.edges import DEFAULT_DENSITY, EdgeSpec
+from fourfold.axes.pipeline.rules.in_flight import least_held
+from fourfold.axes.pipeline.rules.schedules import ASYNCHRONOUS, SCHEDULES, compute_actions
+from fourfold.axes.pipeline.rules.spec import ComputeLists, PipelineSpec
+from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
-from fourfold.plan.data.zero import ShardGroups
 from fourfold.plan.decode import DecodeError, format_pair, from_toml
-from fourfold.plan.pipeline.division import StageSpec
-from fourfold.plan.pipeline.edges import DEFAULT_DENSITY, EdgeSpec
-from fourfold.plan.pipeline.in_flight import least_held
-from fourfold.plan.pipeline.schedules import ASYNCHRONOUS, SCHEDULES, compute_actions
-from fourfold.plan.pipeline.spec import ComputeLists, PipelineSpec
 from fourfold.plan.plan_fields import FIELDS, plan_problems, to_builtin
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
-from fourfold.plan.sequence import SequenceSpec
-from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb

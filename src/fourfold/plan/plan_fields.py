@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.axes.context.rules.layout import RINGS, ulysses_problem
+from fourfold.axes.pipeline.rules.division import stages_problems
+from fourfold.axes.pipeline.rules.edges import EDGES
+from fourfold.axes.pipeline.rules.schedules import SCHEDULES
+from fourfold.axes.tensor.rules.dims import dims_problems
+from fourfold.axes.tensor.rules.residual import RESIDUALS
 from fourfold.plan.codec import CODECS
-from fourfold.plan.pipeline.division import stages_problems
-from fourfold.plan.pipeline.edges import EDGES
-from fourfold.plan.pipeline.schedules import SCHEDULES
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
-from fourfold.plan.sequence import RINGS, ulysses_problem
-from fourfold.plan.tensor_dims import dims_problems
-from fourfold.plan.tensor_residual import RESIDUALS
 from fourfold.words.errors import Problem, closest_match
 
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown

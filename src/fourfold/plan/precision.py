@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fourfold.plan.data.buckets import Bucket
+from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.plan.param_spec import ParamSpec
 
 

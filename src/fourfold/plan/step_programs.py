@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fourfold.plan.data.step_program import UseOrders
+from fourfold.axes.data.rules.step_program import UseOrders
 from fourfold.words.program import Program
 
 

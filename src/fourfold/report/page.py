@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fourfold.axes.pipeline.rules.schedules import ASYNCHRONOUS
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.pipeline.schedules import ASYNCHRONOUS
 from fourfold.plan.trace_file import Trace
 from fourfold.report import charts
 from fourfold.report.cards import (

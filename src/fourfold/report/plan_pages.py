@@ -8,8 +8,12 @@ programs that would run, at the times of the printed timeline.
 from collections.abc import Callable, Sequence
 from html import escape
 
-from fourfold.analysis.plan_curves import DEVICES, Curve, Point, curve_rows
-from fourfold.analysis.plan_text import (
+from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
+from fourfold.plan.plan import Plan
+from fourfold.plan.rank_program import lane_of
+from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
+from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows
+from fourfold.planner.plan_text import (
     UNKNOWN,
     TimeUnit,
     bubble_fraction,
@@ -28,13 +32,9 @@ from fourfold.analysis.plan_text import (
     unit_of,
     used_terms,
 )
-from fourfold.plan.decide.decision import Decision, Refused
-from fourfold.plan.pipeline.spec import EQUAL_COSTS
-from fourfold.plan.plan import Plan
-from fourfold.plan.predict.prediction import Prediction
-from fourfold.plan.predict.workload import Workload
-from fourfold.plan.rank_program import lane_of
-from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.workload import Workload
+from fourfold.planner.search.decision import Decision, Refused
 from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
 from fourfold.report.step_timeline import timeline_lanes, timeline_legend
 from fourfold.report.svg import Block, Lane, Series, lane_chart, line_figure

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fourfold.plan.cost import measure_costs
-from fourfold.plan.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
-from fourfold.plan.predict.prediction import RecordedPrediction
 from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
 from fourfold.plan.step_breakdown import (
@@ -37,6 +35,8 @@ from fourfold.plan.step_comparison import (
     simulated_timeline,
 )
 from fourfold.plan.trace_file import DATA_SPAN, Trace, is_action, merged_waits
+from fourfold.planner.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
+from fourfold.planner.predict.prediction import RecordedPrediction
 from fourfold.report.html_page import render_text
 from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
 from fourfold.words.program import Verb

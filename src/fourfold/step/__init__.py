@@ -1,1 +1,1 @@
-"""Floor 3: one optimizer update. A plan and a model become a training step."""
+"""One optimizer update: a plan and a model become a training step."""

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.dropped_arguments import restore_arguments
-from fourfold.parts.torch_private import storage_key
-from fourfold.step.model_call import call_model
-from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.model.model_call import call_model
+from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.torch_kit.torch_private import storage_key
 
 LAYER_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
 AUTOCAST_DEVICES = ("cpu", "cuda")

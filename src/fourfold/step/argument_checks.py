@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.comm import init
+from fourfold.comm import init
 from fourfold.plan.plan import Plan
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.words import argument_checks

@@ -11,65 +11,64 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.codec.protocol import Codec
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge_compression import make_compression
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.protocol import ScalarReducer
-from fourfold.parts.comm.row_exchange import make_row_exchange
-from fourfold.parts.comm.tensor.protocol import CALL_ROW, SingleRankTensorGroup
-from fourfold.parts.deferred_grads import DeferredGrads, WholeBackward
-from fourfold.parts.deferred_init import InitialModel
-from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
-from fourfold.parts.sequence.sequence_group import connect_sequence
+from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.context.attach.sequence_parallel import SequenceParallel
+from fourfold.axes.context.work.sequence_group import connect_sequence
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.axes.pipeline.attach import axis as pipeline_axis
+from fourfold.axes.pipeline.attach.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.axes.pipeline.attach.check import PipelineCheck
+from fourfold.axes.pipeline.attach.skeleton import make_skeleton
+from fourfold.axes.pipeline.rules.schedules import staleness
+from fourfold.axes.pipeline.work.chain import map_stages
+from fourfold.axes.pipeline.work.gates import SplitResidual
+from fourfold.axes.pipeline.work.weight_versions import WeightVersions
+from fourfold.axes.tensor.attach import tensor_axis
+from fourfold.axes.tensor.attach.check import TensorCheck
+from fourfold.axes.tensor.attach.tensor_axis import COMMON_TOTALS, TensorAxis
+from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
+from fourfold.axes.tensor.rules.residual import WHOLE as RESIDUAL_WHOLE
+from fourfold.comm import transports
+from fourfold.comm.codec.protocol import Codec
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.edge_compression import make_compression
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import ScalarReducer
+from fourfold.comm.row_exchange import make_row_exchange
+from fourfold.comm.tensor.protocol import CALL_ROW, SingleRankTensorGroup
+from fourfold.model.batch import unpack_batch
+from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
+from fourfold.model.draw_slices import DrawSlices
+from fourfold.model.loss_function import ModelLoss, UserLoss
+from fourfold.model.objective import Objective
+from fourfold.model.rank_dropout import SplitDropout
+from fourfold.model.weights import Weights
+from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason, step_hook_conflicts
-from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.pipeline.schedules import staleness
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
-from fourfold.plan.tensor_residual import WHOLE as RESIDUAL_WHOLE
-from fourfold.step.batch import unpack_batch
+from fourfold.proof.checks import Check, Proof
+from fourfold.proof.digests.batches import DuplicateBatches
+from fourfold.proof.digests.build import build_digest, check_same_optimizer
+from fourfold.proof.digests.weights import DriftChecker
+from fourfold.proof.first_batch import CheckedTask, ForwardCheck, GradientCheck
+from fourfold.proof.weight_write_check import WeightWriteCheck
+from fourfold.step.across_steps import make_across_steps, num_channels
 from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples
-from fourfold.step.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.step.collective_calls import CollectiveCalls
-from fourfold.step.digests.batches import DuplicateBatches
-from fourfold.step.digests.build import build_digest, check_same_optimizer
-from fourfold.step.digests.weights import DriftChecker
-from fourfold.step.draw_slices import DrawSlices
 from fourfold.step.forward_fusion import DeferredUpdates
-from fourfold.step.loss_function import ModelLoss, UserLoss
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
 from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
-from fourfold.step.objective import Objective
 from fourfold.step.persistent_state import PersistentState
-from fourfold.step.pipeline import axis as pipeline_axis
-from fourfold.step.pipeline.across_steps import make_across_steps, num_channels
-from fourfold.step.pipeline.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
-from fourfold.step.pipeline.chain import map_stages
-from fourfold.step.pipeline.check import PipelineCheck
-from fourfold.step.pipeline.gates import SplitResidual
-from fourfold.step.pipeline.skeleton import make_skeleton
-from fourfold.step.pipeline.weight_versions import WeightVersions
-from fourfold.step.proof.checks import Check, Proof
-from fourfold.step.proof.first_batch import CheckedTask, ForwardCheck, GradientCheck
-from fourfold.step.proof.weight_write_check import WeightWriteCheck
-from fourfold.step.rank_dropout import SplitDropout
 from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
-from fourfold.step.sequence.check import SequenceCheck
-from fourfold.step.sequence.sequence_parallel import SequenceParallel
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.tensor import tensor_axis
-from fourfold.step.tensor.check import TensorCheck
-from fourfold.step.tensor.tensor_axis import COMMON_TOTALS, TensorAxis
-from fourfold.step.tensor.tensor_calls import TensorCalls
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -78,7 +77,8 @@ from fourfold.step.update_timing import (
     UpdateTiming,
 )
 from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
-from fourfold.step.weights import Weights
+from fourfold.torch_kit.deferred_grads import DeferredGrads, WholeBackward
+from fourfold.torch_kit.deferred_init import InitialModel
 
 
 class Assembly(NamedTuple):

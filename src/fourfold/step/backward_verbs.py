@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fourfold.parts.data.grad_hooks import GradSink
 from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState
+from fourfold.torch_kit.grad_hooks import GradSink
 from fourfold.words.errors import Problem, TaskError
 from fourfold.words.program import Action, bucket_of
 

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.axes.context.attach.sequence_parallel import SequenceParallel
+from fourfold.comm.communicator import Communicator
+from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
+from fourfold.model.rank_dropout import SplitDropout
 from fourfold.plan.rng import microbatch_seed
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.batch import Microbatch, split_microbatches, unpack_batch
-from fourfold.step.digests.batches import batch_digest, batch_mismatch_problem
-from fourfold.step.rank_dropout import SplitDropout
-from fourfold.step.sequence.sequence_parallel import SequenceParallel
-from fourfold.step.tensor_tree import tree_map
+from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem
+from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import Problem
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator
 from fourfold.words.errors import Problem, TrainingError
 
 PLAIN_TYPES = (bool, int, float, str, type(None))

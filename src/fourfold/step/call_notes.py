@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fourfold.step.loss_function import UserLoss
+from fourfold.model.loss_function import UserLoss
 from fourfold.step.nan_guard import sample_list
 from fourfold.words.error_notes import add_notes, has_note, innermost_self, user_place
 

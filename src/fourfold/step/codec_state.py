@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.codec.protocol import Codec, SavedRows
-from fourfold.parts.codec.registry import make_codec
-from fourfold.parts.codec.residual import RESIDUAL_KEY
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.tensor.whole_tensors import WholeTensors
-from fourfold.parts.tensor_reader import TensorReader
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.axes.tensor.work.whole_tensors import WholeTensors
+from fourfold.comm.codec.protocol import Codec, SavedRows
+from fourfold.comm.codec.registry import make_codec
+from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.comm.communicator import Communicator
 from fourfold.plan.codec import CodecSpec
-from fourfold.plan.data.buckets import Bucket
+from fourfold.torch_kit.tensor_reader import TensorReader
 
 
 class CodecState:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.parts.checkpoints import is_in_reentrant_backward
-from fourfold.parts.comm import init
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.data.grad_hooks import register_last_hook
-from fourfold.parts.optim.user_optimizer import check_options
-from fourfold.parts.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
+from fourfold.comm import init
+from fourfold.comm.communicator import Communicator
+from fourfold.model.memory_formats import shape_and_strides
+from fourfold.model.weights import trainable_parameters
+from fourfold.optim.user_optimizer import check_options
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
+from fourfold.proof.digests.build import check_same_build
 from fourfold.step import argument_checks
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
-from fourfold.step.digests.build import check_same_build
-from fourfold.step.memory_formats import shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
 from fourfold.step.unreduced_grads import UnreducedGrads
-from fourfold.step.weights import trainable_parameters
 from fourfold.step.wrapper_assembly import make_averager, make_checks, make_statistics, make_steps
+from fourfold.torch_kit.checkpoints import is_in_reentrant_backward
+from fourfold.torch_kit.grad_hooks import register_last_hook
+from fourfold.torch_kit.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -314,7 +314,7 @@ class DistributedOptimizer(OptimizerProxy):
 
 
 def _weak_hook(owner: DistributedOptimizer) -> Callable[[Tensor], None]:
-    """A hook of a parameter that begins a round of its owner. See `parts/data/grad_hooks.py` for why it is weak."""
+    """A hook of a parameter that begins a round of its owner. See `torch_kit/grad_hooks.py` for why it is weak."""
     weak_owner = weakref.ref(owner)
 
     def hook(parameter: Tensor) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from fourfold.step.messages import receive_forward, received, send_forward, tie
 from fourfold.step.step_state import StepState
-from fourfold.step.tensor_tree import tree_leaves
 from fourfold.step.verbs import VerbFunction, end_forward, measure, unshard
+from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.program import Action, Verb
 
 

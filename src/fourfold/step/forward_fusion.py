@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.data.param_access import ParamAccess, outside_transforms
+from fourfold.comm.meter import CommMeter
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import UpdateArgs
 from fourfold.step.verbs import run_optimizer
+from fourfold.torch_kit.param_access import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 

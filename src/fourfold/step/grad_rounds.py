@@ -7,7 +7,7 @@ Law: every microbatch's gradient is in exactly one round, and every rank has the
 from collections.abc import Sequence
 from typing import Protocol
 
-from fourfold.parts.data.gradients import Gradients
+from fourfold.axes.data.work.gradients import Gradients
 
 
 class GradRounds(Protocol):

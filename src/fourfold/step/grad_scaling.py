@@ -7,7 +7,7 @@ Law: a sum is multiplied once, in one pass over it that is made anyway.
 from collections.abc import Iterable
 from typing import Protocol
 
-from fourfold.parts.comm.reduce.protocol import GradReducer
+from fourfold.comm.reduce.protocol import GradReducer
 
 
 class GradScaling(Protocol):

@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.protocol import ScalarReducer
-from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.data.gradients import Gradients, launch_complete
-from fourfold.parts.data.local_sgd import LocalSGD
-from fourfold.parts.data.weight_edits import WeightEdits
-from fourfold.parts.tensor_reader import TensorReader
+from fourfold.axes.data.work.gradients import Gradients, launch_complete
+from fourfold.axes.data.work.local_sgd import LocalSGD
+from fourfold.axes.data.work.weight_edits import WeightEdits
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.reduce.protocol import ScalarReducer
+from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.torch_kit.tensor_reader import TensorReader
 from fourfold.words.program import LOSS
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from fourfold.step.pipeline.axis import PipelineAxis
+from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.step.step_runner import StepRunner
-from fourfold.step.tensor_tree import is_plain
+from fourfold.torch_kit.tensor_tree import is_plain
 from fourfold.words.errors import Problem, SettingError
 
 WHERE = "a call of the model"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights, deferred_model
 from fourfold.step.argument_checks import device_problems, model_argument_problems
+from fourfold.torch_kit.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights, deferred_model
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import FourfoldError, SettingError
 

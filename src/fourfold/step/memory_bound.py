@@ -19,15 +19,15 @@ from fourfold.feed.data_input import open_input
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.source import CollatedSource
 from fourfold.feed.stream import Stream
-from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.model.model_specs import update_spec
+from fourfold.model.weights import trainable_parameters
+from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.step.activation_bytes import activation_bytes_per_sample
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.step.model_specs import update_spec
-from fourfold.step.tensor_tree import tree_leaves
-from fourfold.step.weights import trainable_parameters
+from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 from fourfold.words.task import Source, Task
 from fourfold.words.units import format_bytes

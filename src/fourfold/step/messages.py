@@ -1,6 +1,6 @@
 """Messages: what a stage sends to its neighbours and receives from them, as verbs.
 
-kept  what both ends of an edge remember of a message until the gradients come back: `parts/comm/edge_compression.py`
+kept  what both ends of an edge remember of a message until the gradients come back: `comm/edge_compression.py`
 Law: a microbatch without samples has no messages; all stages know its size.
 """
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from fourfold.parts.dropped_arguments import restore_arguments
 from fourfold.step.argument_checks import wrapper_problems
+from fourfold.torch_kit.dropped_arguments import restore_arguments
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError

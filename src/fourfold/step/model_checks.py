@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import mixed_precision
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.data.flat_params import param_specs
-from fourfold.parts.optim.user_optimizer import is_layerwise
-from fourfold.parts.torch_private import BatchNormBase, is_compiled
+from fourfold.axes.data.work.flat_params import param_specs
+from fourfold.comm import transports
+from fourfold.comm.communicator import Communicator
+from fourfold.model.batch_norm import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
+from fourfold.optim.user_optimizer import is_layerwise
 from fourfold.plan.check import (
     combination_problems,
     layerwise_problems,
@@ -29,9 +28,10 @@ from fourfold.plan.check import (
 from fourfold.plan.model_traits import ModelTraits, own_loss_problems
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
-from fourfold.step.batch_norm import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
-from fourfold.step.digests.build import check_same_build
+from fourfold.proof.digests.build import check_same_build
 from fourfold.step.step_options import StepOptions
+from fourfold.torch_kit import mixed_precision
+from fourfold.torch_kit.torch_private import BatchNormBase, is_compiled
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from fourfold.axes.pipeline.rules.division import StageSpec
+from fourfold.axes.pipeline.work.chain import map_stages
+from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.axes.tensor.rules.dims import TensorSpec
+from fourfold.model.model_specs import model_specs, update_spec
 from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.pipeline.division import StageSpec
-from fourfold.plan.tensor_dims import TensorSpec
 from fourfold.plan.update_spec import UpdateSpec
-from fourfold.step.model_specs import model_specs, update_spec
-from fourfold.step.pipeline.chain import map_stages
-from fourfold.step.tensor.tensor_axis import place_shards
 
 
 class WholeModelSpecs(NamedTuple):

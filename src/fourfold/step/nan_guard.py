@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.torch_private import version_of
+from fourfold.comm.communicator import Communicator
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.step_state import ALL_DAMAGED, NO_ELEMENTS, StepState
+from fourfold.torch_kit.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMED_SAMPLES = 64  # of one rank, in a message

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
-from fourfold.parts.comm.tensor.protocol import TensorGroup
+from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
+from fourfold.comm.tensor.protocol import TensorGroup
 from fourfold.words.program import TRUST_NORMS
 
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.torch_private import takes_step_hooks
-from fourfold.step.closure_losses import ClosureLosses
+from fourfold.model.closure_losses import ClosureLosses
 from fourfold.step.unreduced_grads import UnreducedGrads
+from fourfold.torch_kit.torch_private import takes_step_hooks
 
 
 class StepCheck(Protocol):

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fourfold.axes.tensor.attach.tensor_axis import check_rules
+from fourfold.comm import init, transports
+from fourfold.comm.communicator import Communicator
 from fourfold.environment.host_limits import available_bytes
 from fourfold.environment.world import num_cores
-from fourfold.parts.comm import init, transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.deferred_init import InitialModel
-from fourfold.parts.optim.user_optimizer import OptimizerSource, build_optimizer
+from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
@@ -32,9 +32,9 @@ from fourfold.step.model_checks import (
     model_plan_problems,
 )
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.step.tensor.tensor_axis import check_rules
 from fourfold.step.train_step import TrainStep
 from fourfold.step.user_optimizer import check_user_optimizer
+from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Task
 

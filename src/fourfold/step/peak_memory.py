@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fourfold.parts.torch_private import TorchDispatchMode, is_in_backward
-from fourfold.step.tensor_tree import tree_leaves
+from fourfold.torch_kit.tensor_tree import tree_leaves
+from fourfold.torch_kit.torch_private import TorchDispatchMode, is_in_backward
 
 ACTIVATION, TEMPORARY = "activations", "temporaries"
 

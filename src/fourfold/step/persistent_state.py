@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.memory_order import state_in_memory_order
-from fourfold.parts.optim import flat_optimizer
-from fourfold.parts.rank_layout import RankLayout
-from fourfold.parts.tensor_reader import TensorReader
-from fourfold.plan.data.buckets import Bucket
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.memory_order import state_in_memory_order
+from fourfold.comm.rank_layout import RankLayout
+from fourfold.model.weights import Weights
+from fourfold.optim import flat_optimizer
 from fourfold.step.codec_state import CodecState
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.saved_state import CodecRows, SavedState
-from fourfold.step.weights import Weights
+from fourfold.torch_kit.tensor_reader import TensorReader
 from fourfold.words.errors import OptimizerError, Problem
 
 

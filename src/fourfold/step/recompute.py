@@ -1,13 +1,13 @@
 """Recompute: the blocks of a model whose activations backward computes again.
 
-block     a module of the chain that a pipeline divides (`step/pipeline/chain.py`); with pp = 1, any block of the model
+block     a module of a pipeline's chain (`axes/pipeline/work/chain.py`); with pp = 1, any block of the model
 boundary  a block's input. Where tensor ranks have the same one, each keeps an equal part, and backward gathers it
           (ZeRO, arXiv 1910.02054, P_a)
 Law: outside of a step's forward the user's blocks are as the user made them. Inside, a block has a `forward` of its
 own, which calls the user's; a second forward gives what the first one gave, with the same dropout and the same weights.
 
 torch restores its generators for the second forward. Fourfold's own draws follow from a number drawn there
-(`step/rank_dropout.py`), so they are the same too. Hooks of a block run once: they are around its forward.
+(`model/rank_dropout.py`), so they are the same too. Hooks of a block run once: they are around its forward.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.checkpoints import is_in_checkpoint
-from fourfold.parts.comm.tensor.protocol import TensorGroup
-from fourfold.parts.recompute import compute_twice, trained_inputs
-from fourfold.parts.tensor.split_region import origins
-from fourfold.parts.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
-from fourfold.step.pipeline.chain import find_chain
-from fourfold.step.pipeline.values import is_of_torch
-from fourfold.step.tensor_tree import tree_leaves, tree_map
+from fourfold.axes.pipeline.work.chain import find_chain
+from fourfold.axes.pipeline.work.values import is_of_torch
+from fourfold.axes.tensor.work.split_region import origins
+from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.torch_kit.checkpoints import is_in_checkpoint
+from fourfold.torch_kit.recompute import compute_twice, trained_inputs
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.torch_kit.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 RECOMPUTE_NONE = 'recompute = "none"'

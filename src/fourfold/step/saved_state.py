@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fourfold.parts.codec.residual import RESIDUAL_KEY
-from fourfold.parts.tensor.whole_tensors import WholeTensors
-from fourfold.parts.tensor_reader import MemoryReader, ParameterState, TensorReader
+from fourfold.axes.tensor.work.whole_tensors import WholeTensors
+from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.torch_kit.tensor_reader import MemoryReader, ParameterState, TensorReader
 
 CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
 """By parameter and key: what each rank's codec had saved, in rank order."""

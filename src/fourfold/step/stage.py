@@ -14,19 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.deferred_grads import BackwardHalves
-from fourfold.step.batch import Microbatch
-from fourfold.step.batch_statistics import BatchStatistics
-from fourfold.step.loss_sum import Loss
-from fourfold.step.objective import Objective, StageOutput
-from fourfold.step.pipeline.axis import PipelineAxis
-from fourfold.step.pipeline.block_draws import seeded_segments
-from fourfold.step.pipeline.check import PipelineCheck
-from fourfold.step.pipeline.gates import Gates, StageEnd
-from fourfold.step.pipeline.reentrant import ReentrantCheck
-from fourfold.step.pipeline.stand_in import StandInUsed, sources_of
+from fourfold.axes.pipeline.attach.axis import PipelineAxis
+from fourfold.axes.pipeline.attach.check import PipelineCheck
+from fourfold.axes.pipeline.work.block_draws import seeded_segments
+from fourfold.axes.pipeline.work.gates import Gates, StageEnd
+from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
+from fourfold.axes.pipeline.work.stand_in import StandInUsed, sources_of
+from fourfold.model.batch import Microbatch
+from fourfold.model.batch_statistics import BatchStatistics
+from fourfold.model.loss_sum import Loss
+from fourfold.model.objective import Objective, StageOutput
 from fourfold.step.recompute import Recompute, RecomputedBlocks
-from fourfold.step.tensor_tree import tree_leaves
+from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.error_notes import noting
 from fourfold.words.errors import Problem, TaskError
 

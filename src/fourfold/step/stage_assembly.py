@@ -11,33 +11,32 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts import mixed_precision
-from fourfold.parts.codec.protocol import Codec
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.local_sgd import LocalSGDReducer
-from fourfold.parts.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
-from fourfold.parts.comm.reduce.single_rank import single_rank_transport
-from fourfold.parts.comm.topology import gather_topology, topology_along
-from fourfold.parts.data.grad_buckets import GradBuckets
-from fourfold.parts.data.grad_hooks import GradHooks
-from fourfold.parts.data.gradients import Gradients
-from fourfold.parts.data.local_sgd import LocalSGD, OuterOptimizer
-from fourfold.parts.data.sharded_params import ShardedParams
-from fourfold.parts.data.unbucketed_grads import UnbucketedGrads
-from fourfold.parts.data.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
-from fourfold.parts.data.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
-from fourfold.parts.deferred_grads import BackwardHalves
-from fourfold.parts.memory_order import agree_on_memory_order
-from fourfold.parts.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
-from fourfold.parts.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
-from fourfold.parts.optim.step_hooks import StepHooks
-from fourfold.parts.rank_layout import RankLayout, SplitLayout, WholeLayout
-from fourfold.parts.tensor.whole_tensors import WholeTensors
-from fourfold.plan.data.buckets import Bucket
-from fourfold.plan.data.step_program import update_verbs
-from fourfold.plan.data.zero import RestingLayouts
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.axes.data.rules.step_program import update_verbs
+from fourfold.axes.data.rules.zero import RestingLayouts
+from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.axes.data.work.gradients import Gradients
+from fourfold.axes.data.work.local_sgd import LocalSGD, OuterOptimizer
+from fourfold.axes.data.work.sharded_params import ShardedParams
+from fourfold.axes.data.work.unbucketed_grads import UnbucketedGrads
+from fourfold.axes.data.work.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
+from fourfold.axes.data.work.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
+from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
+from fourfold.axes.tensor.work.whole_tensors import WholeTensors
+from fourfold.comm import transports
+from fourfold.comm.codec.protocol import Codec
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.memory_order import agree_on_memory_order
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.rank_layout import RankLayout, SplitLayout, WholeLayout
+from fourfold.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
+from fourfold.comm.reduce.single_rank import single_rank_transport
+from fourfold.comm.topology import gather_topology, topology_along
+from fourfold.model.weights import Weights, trainable_parameters
+from fourfold.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
+from fourfold.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
+from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
@@ -50,8 +49,9 @@ from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts
-from fourfold.step.tensor.tensor_axis import TensorAxis
-from fourfold.step.weights import Weights, trainable_parameters
+from fourfold.torch_kit import mixed_precision
+from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.layout import SPLIT, WHOLE
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.parts.optim.user_optimizer import group_indices, state_keys
+from fourfold.optim.user_optimizer import group_indices, state_keys
 from fourfold.words.errors import Problem, closest_match
 
 # model: weights and buffers by name. optimizer: states by parameter name. groups: options of the optimizer's groups.

@@ -6,18 +6,18 @@ Law: what the user has changed since the build, and a step would ignore, is repo
 from collections.abc import Iterable
 from typing import Any
 
-from fourfold.parts.comm.reduce.divergence_report import with_options
+from fourfold.comm.reduce.divergence_report import with_options
+from fourfold.model.batch_norm import NormWatch
+from fourfold.model.weights import Weights
 from fourfold.plan.intervals import is_due
 from fourfold.plan.sample_order import BatchRange
-from fourfold.step.batch_norm import NormWatch
+from fourfold.proof.digests.batches import DuplicateBatches, check_same_source, samples_digest
+from fourfold.proof.digests.weights import DriftChecker, ReplicatedTensor
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
-from fourfold.step.digests.batches import DuplicateBatches, check_same_source, samples_digest
-from fourfold.step.digests.weights import DriftChecker, ReplicatedTensor
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.step_state import StepState
 from fourfold.step.user_optimizer import OptimizerWatch
-from fourfold.step.weights import Weights
 from fourfold.words.errors import OptimizerError, TaskError
 
 

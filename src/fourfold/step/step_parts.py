@@ -9,25 +9,25 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.edge_compression import Compression
-from fourfold.parts.comm.edges import StageEdges
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
-from fourfold.parts.data.grad_hooks import GradHooks
-from fourfold.parts.data.gradients import Gradients
-from fourfold.parts.deferred_grads import BackwardHalves
-from fourfold.parts.optim.flat_optimizer import FlatOptimizer
-from fourfold.parts.optim.step_hooks import StepHooks
+from fourfold.axes.data.work.gradients import Gradients
+from fourfold.axes.pipeline.work.tied import TiedWeights
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.edge_compression import Compression
+from fourfold.comm.edges import StageEdges
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
+from fourfold.model.objective import Objective
+from fourfold.model.weights import Weights
+from fourfold.optim.flat_optimizer import FlatOptimizer
+from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
 from fourfold.step.grad_rounds import GradRounds
 from fourfold.step.grad_scaling import GradScaling
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.norm_sums import NormSum
-from fourfold.step.objective import Objective
-from fourfold.step.pipeline.tied import TiedWeights
 from fourfold.step.stage import Stage
-from fourfold.step.weights import Weights
+from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.program import Verb
 
 

@@ -6,7 +6,7 @@ Law: what is not in the program does not happen, except a use of weights out of 
 
 from collections.abc import Mapping, Sequence
 
-from fourfold.plan.data.step_program import UseOrders
+from fourfold.axes.data.rules.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.step_programs import StepRecord
 from fourfold.plan.topology import Topology

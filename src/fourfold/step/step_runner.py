@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts import memory
-from fourfold.parts.comm.reduce.protocol import NUM_LOSS_SCALARS
+from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS
+from fourfold.model.batch import NO_SAMPLES, Microbatch, unpack_batch
+from fourfold.model.loss_sum import Loss
+from fourfold.model.model_call import eval_mode
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
 from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
-from fourfold.step.batch import NO_SAMPLES, Microbatch, unpack_batch
 from fourfold.step.call_notes import noting_batch
 from fourfold.step.executor import Executor
-from fourfold.step.loss_sum import Loss
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_call import eval_mode
 from fourfold.step.nan_guard import Skipped
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals, wait_totals
+from fourfold.torch_kit import memory
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.errors import Problem, SettingError, TaskError
 from fourfold.words.program import LOSS

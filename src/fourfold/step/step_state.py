@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.edge_compression import Kept
-from fourfold.parts.data.sharded_params import NO_UNSHARD_SINK, UnshardSink
-from fourfold.parts.deferred_grads import PendingGrads
+from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
+from fourfold.comm.edge_compression import Kept
+from fourfold.model.batch import Microbatch
+from fourfold.model.loss_sum import Loss, is_uneven, scale_problem, uneven_problem
 from fourfold.plan.damaged_samples import DamagedRecord
-from fourfold.step.batch import Microbatch
-from fourfold.step.digests.batches import batch_mismatch_problem
-from fourfold.step.loss_sum import Loss, is_uneven, scale_problem, uneven_problem
+from fourfold.proof.digests.batches import batch_mismatch_problem
 from fourfold.step.step_parts import StageParts, StepParts
+from fourfold.torch_kit.deferred_grads import PendingGrads
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
 

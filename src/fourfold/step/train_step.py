@@ -10,12 +10,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
-from fourfold.parts.optim.user_optimizer import OptimizerSource
-from fourfold.parts.rank_layout import RankLayout
-from fourfold.parts.tensor.whole_tensors import WholeTensors
-from fourfold.plan.data.buckets import Bucket
+from fourfold.axes.data.rules.buckets import Bucket
+from fourfold.axes.pipeline.attach.axis import PipelineAxis
+from fourfold.axes.tensor.work.whole_tensors import WholeTensors
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.rank_layout import RankLayout
+from fourfold.model.model_call import eval_mode
+from fourfold.model.objective import Objective
+from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
@@ -23,14 +25,12 @@ from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
 from fourfold.step.inference import InferenceModel, inference_model
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_call import eval_mode
 from fourfold.step.model_checks import join_mesh
-from fourfold.step.objective import Objective
-from fourfold.step.pipeline.axis import PipelineAxis
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner
+from fourfold.torch_kit.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
 from fourfold.words.program import Action, Program
 from fourfold.words.trace_events import Recorder
 

@@ -10,10 +10,10 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.reduce.divergence_report import divergence_error, with_options
-from fourfold.parts.comm.reduce.protocol import WorldChannel
-from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.reduce.divergence_report import divergence_error, with_options
+from fourfold.comm.reduce.protocol import WorldChannel
+from fourfold.optim.option_tracker import OptionTracker
 from fourfold.step.optimizer_steps import OptimizerSteps
 from fourfold.step.wrapper_checks import WrapperChecks
 from fourfold.words.program import LOSS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fourfold.parts.torch_private import version_of
+from fourfold.torch_kit.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError
 
 MAX_NAMES = 3  # in a message

@@ -1,7 +1,7 @@
 """User's optimizer: refuse whatever of it a flat update would ignore, when a step is built and in every step.
 
 A flat update calls neither `optimizer.step` nor its hooks, and keeps its own optimizer states. Step hooks are called if
-each rank has all gradients and weights: see `parts/optim/step_hooks.py`.
+each rank has all gradients and weights: see `optim/step_hooks.py`.
 
 Law: nothing that the user has set on the optimizer is silently ignored.
 """
@@ -12,9 +12,15 @@ from typing import NoReturn
 
 from torch.optim import Adagrad, Optimizer
 
-from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.parts.optim.step_hooks import has_custom_step
-from fourfold.parts.torch_private import has_any_hook, has_step_hooks, state_dict_hooks, step_post_hooks, step_pre_hooks
+from fourfold.optim.option_tracker import OptionTracker
+from fourfold.optim.step_hooks import has_custom_step
+from fourfold.torch_kit.torch_private import (
+    has_any_hook,
+    has_step_hooks,
+    state_dict_hooks,
+    step_post_hooks,
+    step_pre_hooks,
+)
 from fourfold.words.errors import OptimizerError, Problem
 
 USE_WRAPPER = "ff.DistributedOptimizer, which calls the optimizer's own step()"

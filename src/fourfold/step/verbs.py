@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fourfold.parts.comm.reduce.protocol import shard_addend
+from fourfold.comm.reduce.protocol import shard_addend
+from fourfold.model.objective import StageOutput
 from fourfold.step.backward_verbs import backward, backward_input, backward_weight, reduce
 from fourfold.step.messages import (
     receive_backward,
@@ -21,10 +22,9 @@ from fourfold.step.messages import (
     tie,
     tie_gradient,
 )
-from fourfold.step.objective import StageOutput
 from fourfold.step.step_parts import StageParts
 from fourfold.step.step_state import StepState, UpdateArgs
-from fourfold.step.tensor_tree import tree_leaves
+from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.program import (
     GRAD_NORM,
     LOSS,

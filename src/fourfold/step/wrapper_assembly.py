@@ -8,24 +8,24 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.parts.comm import transports
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.reduce.protocol import spec_of_request
-from fourfold.parts.comm.topology import gather_topology, topology_along
-from fourfold.parts.data.flat_params import param_specs
-from fourfold.parts.data.grad_buckets import GradBuckets
-from fourfold.parts.optim.option_tracker import OptionTracker
+from fourfold.axes.data.work.flat_params import param_specs
+from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.comm import transports
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import spec_of_request
+from fourfold.comm.topology import gather_topology, topology_along
+from fourfold.model.batch_statistics import batch_norms, make_exchange
+from fourfold.model.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
+from fourfold.model.memory_formats import MemoryFormats
+from fourfold.optim.option_tracker import OptionTracker
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.update_spec import UpdateSpec
-from fourfold.step.batch_statistics import batch_norms, make_exchange
-from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
-from fourfold.step.digests.batches import DuplicateBatches
-from fourfold.step.digests.weights import DriftChecker
+from fourfold.proof.digests.batches import DuplicateBatches
+from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
-from fourfold.step.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
-from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
 from fourfold.step.wrapper_checks import WrapperChecks

@@ -7,10 +7,10 @@ waits for another.
 
 from torch import nn
 
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.optim.option_tracker import OptionTracker
-from fourfold.step.digests.batches import DuplicateBatches, InputDigests
-from fourfold.step.digests.weights import DriftChecker, DriftSchedule, replicated_tensors
+from fourfold.comm.communicator import Communicator
+from fourfold.optim.option_tracker import OptionTracker
+from fourfold.proof.digests.batches import DuplicateBatches, InputDigests
+from fourfold.proof.digests.weights import DriftChecker, DriftSchedule, replicated_tensors
 
 
 class WrapperChecks:

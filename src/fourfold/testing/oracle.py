@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.parts.codec.protocol import Codec, Message
+from fourfold.comm.codec.protocol import Codec, Message
+from fourfold.model.loss_sum import sum_loss
+from fourfold.model.model_call import call_model
 from fourfold.plan.codec import Combine
-from fourfold.step.loss_sum import sum_loss
-from fourfold.step.model_call import call_model
 from fourfold.step.train_step import TrainStep
 
 # ---- a training ------------------------------------------------------------------------------------------------------

@@ -205,7 +205,9 @@ def _serve(rendezvous: str, jobs: TextIO, answers: TextIO) -> NoReturn:
 
 def _destroy_groups(dist: Any) -> None:
     """Destroy all groups but the world's: each has threads that poll, and hundreds of cases make thousands of them."""
-    from fourfold.parts.torch_private import all_process_groups  # not on top: it imports torch, as this file does not
+    from fourfold.torch_kit.torch_private import (
+        all_process_groups,  # not on top: it imports torch, as this file does not
+    )
 
     for group in [group for group in all_process_groups(dist) if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.axes.context.work.sequence_group import SequenceGroup, connect_sequence
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.environment.world import World
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.meter import CommMeter
-from fourfold.parts.comm.ring import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
-from fourfold.parts.sequence.sequence_group import SequenceGroup, connect_sequence
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ import torch
 from fourfold.feed.data_input import DataInput, TaskInputs, open_input
 from fourfold.feed.evaluation_batches import EvaluationBatch, EvaluationBatches
 from fourfold.feed.stream import Stream
+from fourfold.model.loss_sum import is_uneven, uneven_problem
+from fourfold.model.model_call import eval_mode
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
-from fourfold.step.digests.batches import check_same_length, check_same_source
-from fourfold.step.loss_sum import is_uneven, uneven_problem
-from fourfold.step.model_call import eval_mode
+from fourfold.proof.digests.batches import check_same_length, check_same_source
 from fourfold.step.step_runner import ForwardRun
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.run_length import RunSettings

@@ -162,11 +162,11 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
 
 
 MAX_FRAMES = 6  # innermost frames that are shown and judged
-COMM_PATH = os.path.join("fourfold", "parts", "comm") + os.sep
+COMM_PATH = os.path.join("fourfold", "comm") + os.sep
 
 
 def waits_for_peers(frames: Iterable[str]) -> bool:
-    """Whether a rank waits for other ranks: a frame lies in fourfold.parts.comm.
+    """Whether a rank waits for other ranks: a frame lies in fourfold.comm.
 
     `frames`: texts that name each frame's file, innermost first; only the first MAX_FRAMES are judged.
     """

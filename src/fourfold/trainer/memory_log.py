@@ -2,8 +2,8 @@
 
 predicted  what the plan keeps from step to step, by kind (`plan/memory.py`): of the host that holds most, divided by
            its ranks; None where the model cannot be made without memory
-kept       the same as this rank's process has allocated it (`parts/memory.py`). What ranks share counts for the rank
-           that has made it, so ranks of one host may differ, and their mean is to be compared with the prediction
+kept       the same as this rank's process has allocated it (`torch_kit/memory.py`). What ranks share counts for the
+           rank that has made it, so ranks of one host may differ, and their mean is to be compared with the prediction
 peak       the largest resident set of this rank's process so far: with the interpreter, the libraries, activations,
            batches, and the shared pages that it has touched
 device     on a GPU, the most that torch has allocated at one time
@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from fourfold.environment.host_limits import resident_bytes
-from fourfold.parts.memory import memory_use
-from fourfold.parts.optim.user_optimizer import build_optimizer
+from fourfold.model.model_specs import update_spec
+from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.step.model_specs import update_spec
 from fourfold.step.train_step import TrainStep
+from fourfold.torch_kit.memory import memory_use
 from fourfold.trainer.run_logger import RunLogger
 from fourfold.words.task import Task
 

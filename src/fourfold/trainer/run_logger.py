@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fourfold.axes.pipeline.rules.edges import edge_note
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
+from fourfold.model.model_specs import num_parameters
 from fourfold.plan.damaged_samples import DamagedRecord
-from fourfold.plan.pipeline.edges import edge_note
 from fourfold.plan.plan import Plan
 from fourfold.step.metrics import Metrics
-from fourfold.step.model_specs import num_parameters
 from fourfold.step.nan_guard import Skipped
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import fault_log

@@ -5,7 +5,7 @@ Law: `lr_schedule` replaces the task's own schedule or scheduler; scale and warm
 
 from torch.optim import Optimizer
 
-from fourfold.parts.optim.lr_scheduler import SteppedScheduler
+from fourfold.optim.lr_scheduler import SteppedScheduler
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.task import Task

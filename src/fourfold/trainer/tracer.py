@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fourfold.comm.communicator import host_id
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.parts.comm.communicator import host_id
 from fourfold.plan.rank_events import COLLECTIVE_LANES
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace

@@ -16,12 +16,12 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.initial_weights import initial_model_of_files
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager
 from fourfold.checkpoint.store import Retention
+from fourfold.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
+from fourfold.comm.init import init_communicator, world
 from fourfold.environment.host_limits import available_bytes, resident_bytes
 from fourfold.environment.world import World
 from fourfold.feed.data_input import DataInput, TaskInputs, open_data
 from fourfold.feed.feed import Feed
-from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
-from fourfold.parts.comm.init import init_communicator, world
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.ema import EMA

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
 from fourfold.environment.known_waits import waiting_for
 from fourfold.environment.standard_streams import print_stderr
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
-from fourfold.parts.torch_dispatch import compilations_noted
+from fourfold.torch_kit.torch_dispatch import compilations_noted
 from fourfold.trainer.heartbeat import MAX_FRAMES, Heartbeat, waits_for_peers
 from fourfold.trainer.progress import format_duration, format_seconds
 from fourfold.trainer.run_logger import RunLogger

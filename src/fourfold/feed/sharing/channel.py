@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.parts import memory
-from fourfold.parts.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
+from fourfold.comm.communicator import PROCESS_EXIT_GRACE_SECONDS
+from fourfold.torch_kit import memory
 from fourfold.words.errors import DataError, PeerError, Problem
 
 # ---- slots -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.feed.sharing.channel import (
     ADDRESS_BYTES,
     IsOpen,
@@ -32,9 +34,7 @@ from fourfold.feed.sharing.channel import (
     SlotViews,
     SlotWriter,
 )
-from fourfold.parts import memory
-from fourfold.parts.comm.communicator import Communicator
-from fourfold.parts.comm.host_shared_memory import open_host_memory
+from fourfold.torch_kit import memory
 from fourfold.words.error_notes import error_line
 from fourfold.words.errors import (
     CheckpointError,

@@ -1,0 +1,1 @@
+"""The four axes of a mesh, a folder each. They never import each other."""

@@ -1,0 +1,1 @@
+"""The context axis, in one folder."""

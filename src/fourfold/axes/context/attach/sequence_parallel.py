@@ -1,0 +1,145 @@
+"""Sequence parallelism: each rank holds some tokens of every sequence, and attention reaches all of them.
+
+sp group  the ranks that hold the tokens of the same samples
+check     before the first step, it shows that tokens interact only in attention; else the model is refused
+Law: a step over dp × sp ranks is the step of one process.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.context.attach.dropout import AttentionDropoutCounter
+from fourfold.axes.context.attach.losses import check_even_targets
+from fourfold.axes.context.attach.token_shards import (
+    TokenShard,
+    inputs_and_targets,
+    mask_padding,
+    packed_problems,
+    sequence_length,
+    shard_tokens,
+    token_shards,
+)
+from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.ring import RingGroup
+from fourfold.model.batch import Microbatch, has_token_dim
+from fourfold.model.draw_slices import DrawSlices
+from fourfold.model.rank_dropout import RankDropout, TaggedDraws
+from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.model.transformers_attention import install_attention
+from fourfold.plan.sample_order import BatchRange, shard_range
+from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.words.errors import Problem, TaskError
+
+
+class LocalBatch(NamedTuple):
+    """This rank's tokens of a batch. `real_tokens` are the indices of those that are no pads; None: all."""
+
+    batch: tuple[Any, Any]
+    real_tokens: Tensor | None
+
+
+class SequenceParallel:
+    """The sequence axis of a step. `seed` is that of attention dropout, the same on all ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sequence_group: SequenceGroup,
+        world: Communicator,
+        *,
+        num_microbatches: int,
+        draw_slices: DrawSlices,
+        check: SequenceCheck,
+        seed: int = 0,
+    ) -> None:
+        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
+        self._model, self._sequence_group, self._world = model, sequence_group, world
+        self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
+        self._dp_index = world.along("dp").rank
+        self._draws = TaggedDraws(draw_slices)
+        self._dropout = RankDropout(self._draws, sequence_group.index, sequence_group.size)
+        self._dropout_counter = AttentionDropoutCounter(seed, self._draws)
+        self._check = check
+        self._shard: TokenShard | None = None
+
+    @property
+    def ring_groups(self) -> Sequence[RingGroup]:
+        """The groups through which attention communicates."""
+        return self._sequence_group.groups
+
+    def shard_batch(self, batch: Any) -> LocalBatch:
+        """This rank's tokens of a batch. Raises TaskError if the batch has no tokens that can be sharded."""
+        inputs, targets = inputs_and_targets(batch)
+        length = sequence_length((inputs, targets))
+        if problems := packed_problems(self._model, inputs):
+            raise TaskError(problems, where="the batch")
+        self._check_even_targets(targets, length)
+        shard = self._shard = token_shards(self._spec, length)[self._sequence_group.index]
+        real_tokens = shard.real_tokens
+        local_targets = shard_tokens(targets, shard)
+        if real_tokens is not None:
+            local_targets = tree_map(
+                local_targets, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, shard.size) else tensor
+            )
+        return LocalBatch((shard_tokens(inputs, shard), local_targets), real_tokens)
+
+    def batch_mismatch(self, batch: Any) -> Problem | None:
+        """What is wrong if the ranks of this sp group have different batches. Collective among them."""
+        return (
+            None
+            if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._world.device)
+            else batch_mismatch_problem("sp", self._world.along("sp").ranks)
+        )
+
+    def _check_even_targets(self, targets: Any, length: int) -> None:
+        if (ignored_indices := self._check.ignored_indices) is None:
+            return
+        problem, shards = self._spec.length_problem(length), token_shards(self._spec, length)
+        lengths = "" if problem is None else problem.attempt
+        num_samples = len(next(tree_leaves(targets)))
+        # A scalar loss is the mean of a microbatch, so each microbatch is checked.
+        for index in range(self._num_microbatches):
+            samples = slice(*shard_range(0, num_samples, self._num_microbatches, index))
+            part = tree_map(targets, lambda tensor, samples=samples: tensor[samples])
+            check_even_targets(part, shards, ignored_indices, lengths=lengths)
+
+    @contextlib.contextmanager
+    def distribute_attention(
+        self, microbatches: Sequence[Microbatch], step: int, sample_range: BatchRange | None
+    ) -> Iterator[None]:
+        """Within, attention reaches all tokens of the sequences. `sample_range`: where the batch is in the epoch."""
+        # Without a sample range, indices of different data ranks are far apart, so no two samples share a dropout mask.
+        first = self._dp_index << 32 if sample_range is None else sample_range.local_start - sample_range.start
+        self._dropout_counter.begin_step(step, first, [part.num_samples for part in microbatches if part.num_samples])
+        self._draws.begin_step()
+        hook = self._model.register_forward_pre_hook(self._dropout_counter.next_microbatch)
+        try:
+            with (
+                self._draws.slices.numbering(self._model),
+                intercept_attention(self._attend, overrides=self._dropout.overrides),
+                install_attention(self._model),
+            ):
+                yield
+        finally:
+            hook.remove()
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        assert self._shard is not None
+        return sequence_attention(
+            call.q,
+            call.k,
+            call.v,
+            self._sequence_group,
+            mask=mask_padding(call, self._shard),
+            is_causal=call.is_causal,
+            scale=call.scale,
+            dropout=self._dropout_counter.next_dropout(call) if call.dropout_p else None,
+            enable_gqa=call.enable_gqa,
+        )

@@ -1,0 +1,365 @@
+"""Shard comparison: a model's forward and backward on full sequences and on one shard of the tokens, call by call.
+
+full    the model on all tokens; each attention call is recorded, with its gradients
+replay  the model on this rank's tokens alone; each attention call returns its rows of the recorded output
+tap     an embedding's output, or an input of features: its gradient is compared as well
+Both backwards start from the same random upstream gradients: drawn for the full outputs, of which the replay gets the
+rows of its own tokens.
+
+B samples · L length · l = L / sp
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.axes.context.attach import grad_sum_check
+from fourfold.axes.context.attach.attention_match import compare_attention_calls
+from fourfold.axes.context.attach.attention_replay import (
+    OUTPUT,
+    QKV,
+    Playback,
+    RecordedCall,
+    recompute_call,
+    record_call,
+)
+from fourfold.axes.context.attach.grad_sum_check import GradProjections
+from fourfold.axes.context.attach.grad_taps import GradTaps, shard_shape
+from fourfold.axes.context.attach.module_tracker import ModuleTracker
+from fourfold.axes.context.attach.shard_rows import (
+    ShardMismatch,
+    check_shard_rows,
+    is_replicated,
+    is_shard_of,
+    shard_rows,
+)
+from fourfold.axes.context.attach.token_shards import TokenShard, shard_tokens
+from fourfold.model.batch import has_token_dim
+from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
+from fourfold.model.transformers_attention import has_transformers_model, install_attention
+from fourfold.proof import random_weights
+from fourfold.proof.backward import count_gradients, run_backward
+from fourfold.proof.check_config import CheckConfig, CheckUnavailable
+from fourfold.proof.float64_mode import Float64Mode
+from fourfold.proof.grad_projections import NOISE_FLOOR, Projection
+from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.proof.tolerance import gradient_tolerance_of, is_close
+from fourfold.proof.weight_write_tracker import WeightWriteTracker
+from fourfold.torch_kit.grad_checks import second_grad_problem
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.torch_kit.torch_private import is_in_backward, swapped_state
+from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+SEED = 11
+# What a model raises for a shard if it expects another number of tokens.
+_SIZE_ERRORS = (RuntimeError, IndexError, ValueError)
+
+
+class ShardComparison:
+    """One check of a model on full inputs (a dict), against this rank's shard of them; `ulysses` is the plan's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        shard: TokenShard,
+        config: CheckConfig,
+        *,
+        tracker: ModuleTracker,
+        ulysses: int,
+    ) -> None:
+        self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
+        self._inputs = tree_map(dict(inputs), lambda tensor: random_weights.cast_real(tensor, config.dtype))
+        with _raise_unavailable():
+            self._state = random_weights.make_state(model, config)
+        self._recorded_calls: list[RecordedCall] = []
+        self._taps = GradTaps(tracker, shard)
+        self._mismatches: list[str] = []
+
+    # ---- both passes --------------------------------------------------------------------------------
+
+    def run(self) -> GradProjections | None:
+        """Compare the passes; None without gradients.
+
+        Raises ShardMismatch or TaskError if tokens mix, CheckUnavailable if the model cannot be run like this.
+        """
+        grad_tensors, projections = [], None
+        with preserve_module(self._model):
+            with self._patched_model(self._record_attention, self._taps), _raise_unavailable():
+                full = self._call_model(self._taps.tap_inputs(self._inputs))
+            if self._config.weights != "own" and not _is_finite(full):
+                raise CheckUnavailable("outputs that are not finite")
+            if self._config.has_gradients:
+                grad_tensors = self._random_grad_tensors(full)
+                projections = self._run_full_backward(full, grad_tensors)
+        if has_transformers_model(self._model):
+            self._compare_with_configured_attention(full)
+        taps = GradTaps(self._tracker, self._shard)
+        with preserve_module(self._model):
+            local = self._replay_forward(taps)
+            self._compare_outputs(full, local)
+            if projections is None:
+                return None
+            self._replay_backward(local, full, grad_tensors, taps)
+        self._compare_taps(taps)
+        local_projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        return GradProjections(projections, local_projections, self._gradient_tolerance)
+
+    def _run_full_backward(self, full: Any, grad_tensors: list[Tensor | None]) -> list[Projection]:
+        """The gradients of the parameters for full sequences."""
+        with (
+            self._patched_model(self._record_attention, self._taps),
+            count_gradients(self._parameters) as counts,
+            _raise_unavailable(),
+        ):
+            run_backward(full, grad_tensors)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise TaskError(second_grad_problem(twice))
+        projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        self._check_finite(projections)
+        return projections
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._recorded_calls)
+
+    @contextlib.contextmanager
+    def _patched_model(self, handler: AttentionHandler, taps: GradTaps | None = None) -> Iterator[None]:
+        overrides = {} if taps is None else {F.embedding: taps.tap_embedding}
+        grad_mode = torch.set_grad_enabled(self._config.has_gradients and taps is not None)
+        # Not `torch.func.functional_call`: a checkpoint's second forward, in backward, needs these weights too.
+        # Each pass has the same state at its start: what the first one writes is not what the other reads.
+        buffers = {name: self._state[name].clone() for name, _ in self._model.named_buffers()}
+        weights = swapped_state(self._model, {**self._state, **buffers})
+        attributes = copy_tensor_attributes(self._model, self._config.dtype)
+        with (
+            grad_mode,
+            self._float64_mode(),
+            weights,
+            attributes,
+            intercept_attention(handler, overrides=overrides),
+            install_attention(self._model),
+        ):
+            yield
+
+    def _float64_mode(self) -> contextlib.AbstractContextManager[Any]:
+        return Float64Mode(new_tensors=True) if self._config.dtype is not None else contextlib.nullcontext()
+
+    def _call_model(self, inputs: Mapping[str, Any]) -> Any:
+        writes = WeightWriteTracker(self._model)
+        try:
+            with writes:
+                return self._model(**inputs)
+        finally:
+            writes.restore()
+
+    def _record_attention(self, call: AttentionCall) -> Tensor:
+        if is_in_backward():
+            number = self._find_recomputed_call(call, is_full=True)
+            return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
+        recorded, output = record_call(call, self._tracker.current_module_name)
+        self._recorded_calls.append(recorded)
+        return output
+
+    def _replay_forward(self, taps: GradTaps | None) -> Any:
+        """The model's outputs for this rank's tokens alone."""
+        number, shard = 0, self._shard
+
+        def play_next(call: AttentionCall) -> Tensor:
+            nonlocal number
+            if number == len(self._recorded_calls):
+                raise _num_calls_mismatch(number + 1, number)
+            number += 1
+            recorded, name = self._recorded_calls[number - 1].call, self._call_name(number)
+            compare_attention_calls(recorded, call, shard, name, ulysses=self._ulysses)
+            return self._play_back(number, call)
+
+        with self._patched_model(play_next, taps):
+            try:
+                inputs = shard_tokens(dict(self._inputs), shard)
+                outputs = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
+            except _SIZE_ERRORS as error:
+                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                raise ShardMismatch(got, depends_on_others=False) from error
+        if number < len(self._recorded_calls):
+            raise _num_calls_mismatch(number, len(self._recorded_calls))
+        return outputs
+
+    def _replay_backward(self, local: Any, full: Any, grad_tensors: list[Tensor | None], taps: GradTaps) -> None:
+        shard = self._shard
+        local_grads: list[Tensor | None] = []
+        for tensor, gradient in zip(tree_leaves(full), grad_tensors, strict=True):
+            if gradient is not None:
+                # Outputs without tokens are the same on all ranks, and each rank has its fraction of their gradient.
+                is_tokens = has_token_dim(tensor, shard.length)
+                fraction = shard.size / shard.padded_length
+                gradient = shard_rows(gradient, shard, 1) if is_tokens else gradient * fraction
+            local_grads.append(gradient)
+
+        def play_recomputed(call: AttentionCall) -> Tensor:
+            number = self._find_recomputed_call(call, is_full=False)
+            if number is None:
+                got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
+                attempt = "checkpoint(…, use_reentrant=False), with which torch compares the two"
+                raise TaskError(Problem(got, "the same forward both times", attempt))
+            return self._play_back(number, call)
+
+        with self._patched_model(play_recomputed, taps):
+            try:
+                run_backward(local, local_grads)
+            except _SIZE_ERRORS as error:
+                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
+        if self._mismatches:
+            raise ShardMismatch(self._mismatches[0], is_in_backward=True)
+
+    def _random_grad_tensors(self, outputs: Any) -> list[Tensor | None]:
+        """Random upstream gradients, one for each output that can be differentiated."""
+        generator = torch.Generator().manual_seed(SEED)
+        return [
+            random_weights.random_tiled(output.detach(), generator).to(output.dtype)
+            if output.requires_grad and output.is_floating_point()
+            else None
+            for output in tree_leaves(outputs)
+        ]
+
+    # ---- attention calls ----------------------------------------------------------------------------
+
+    def _call_name(self, call_number: int) -> str:
+        return f"attention call {call_number} ({self._recorded_calls[call_number - 1].module_name})"
+
+    def _find_recomputed_call(self, call: AttentionCall, *, is_full: bool) -> int | None:
+        """The number of the call that a checkpoint repeats; None if there is none like it."""
+        for number in range(len(self._recorded_calls), 0, -1):
+            recorded = self._recorded_calls[number - 1].call
+            pairs = [(getattr(recorded, name), getattr(call, name)) for name in QKV]
+            if not is_full:
+                pairs = [(shard_rows(full, self._shard, 2), local) for full, local in pairs]
+            if all(a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs):
+                return number
+        return None
+
+    def _play_back(self, number: int, call: AttentionCall) -> Tensor:
+        output = shard_rows(self._recorded_calls[number - 1].output, self._shard, 2)
+        return Playback(output, lambda gradient: self._play_back_gradients(number, gradient))(call)
+
+    def _play_back_gradients(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = self._recorded_calls[number - 1].gradients
+        what = f"gradients of the output of {self._call_name(number)}"
+        self._check_gradient_rows(gradients.get(OUTPUT), gradient, 2, what)
+        recorded = [gradients.get(name) for name in QKV]
+        return tuple(None if full is None else shard_rows(full, self._shard, 2) for full in recorded)
+
+    # ---- comparison ---------------------------------------------------------------------------------
+
+    def _compare_outputs(self, full_outputs: Any, local_outputs: Any) -> None:
+        full_leaves, local_leaves = list(tree_leaves(full_outputs)), list(tree_leaves(local_outputs))
+        if len(full_leaves) != len(local_leaves):
+            got = f"{len(local_leaves)} outputs for a shard of the tokens, {len(full_leaves)} for full sequences"
+            raise ShardMismatch(got, depends_on_others=False)
+        pairs = [(full.detach(), local.detach()) for full, local in zip(full_leaves, local_leaves, strict=True)]
+        for full, local in pairs:
+            if has_token_dim(full, self._shard.length):
+                check_shard_rows(full, local, self._shard, 1, "the outputs")
+            elif not is_replicated(full, local):
+                got = f"an output {list(full.shape)} that is neither per token nor the same on every rank"
+                raise ShardMismatch(got, depends_on_others=False)
+        if not any(has_token_dim(full, self._shard.length) for full, _ in pairs):
+            shapes = ", ".join(str(list(full.shape)) for full, _ in pairs)
+            raise ShardMismatch(f"outputs {shapes}, none of them per token", depends_on_others=False)
+
+    def _compare_with_configured_attention(self, outputs: Any) -> None:
+        """Check that a transformers model computes the same with our attention and masks as with its own."""
+        attributes = copy_tensor_attributes(self._model, self._config.dtype)
+        with _raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
+            configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
+        pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
+        if not all(is_close(a, b.detach()) for a, b in pairs):
+            got = f"sp > 1 and a {type(self._model).__name__} that does not compute plain attention with its mask"
+            raise TaskError(Problem(got, "plain or causal attention, with a mask of keys"))
+
+    def _compare_taps(self, taps: GradTaps) -> None:
+        for full, local in zip(self._taps.taps, taps.taps, strict=False):
+            if full.output.dim() >= 2 and local.output.shape == shard_shape(full.output, self._shard):
+                gradient = local.gradients.get(OUTPUT)
+                gradient = torch.zeros_like(local.output) if gradient is None else gradient
+                what = f"gradients of the output of {full.module_name}"
+                self._check_gradient_rows(full.gradients.get(OUTPUT), gradient, 1, what)
+        if self._mismatches:
+            raise ShardMismatch(self._mismatches[0], is_in_backward=True)
+
+    def _check_gradient_rows(self, full: Tensor | None, local: Tensor, dim: int, what: str) -> None:
+        """Record a mismatch unless `local` is this rank's rows of the full gradient (None: zeros)."""
+        expected = torch.zeros_like(local) if full is None else shard_rows(full, self._shard, dim)
+        tolerance, floor = gradient_tolerance_of(local.dtype), NOISE_FLOOR * self._max_gradient
+        if expected.shape != local.shape or not is_close(expected, local, tolerance, floor=floor):
+            self._mismatches.append(what)
+
+    @functools.cached_property
+    def _max_gradient(self) -> float:
+        """The largest number in all gradients that were recorded for full sequences."""
+        recorded = [*(call.gradients for call in self._recorded_calls), *(tap.gradients for tap in self._taps.taps)]
+        return max((g.abs().max().item() for each in recorded for g in each.values() if g.numel()), default=0.0)
+
+    @property
+    def _gradient_tolerance(self) -> float:
+        dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
+        return max(map(gradient_tolerance_of, dtypes), default=0.0)
+
+    def _check_finite(self, projections: list[Projection]) -> None:
+        if not all(torch.isfinite(torch.tensor([each.norm for each in projections], dtype=torch.float64))):
+            raise CheckUnavailable("gradients that are not finite")
+
+    # ---- explaining a mismatch ----------------------------------------------------------------------
+
+    def full_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
+        """The outputs for full sequences, with some inputs changed."""
+        with preserve_module(self._model), self._patched_model(AttentionCall.run_sdpa):
+            return list(tree_leaves(self._call_model({**self._inputs, **changed_inputs})))
+
+    def find_first_difference(self) -> str | None:
+        """The first module whose outputs for this rank's tokens are not those for full sequences."""
+        with self._tracker.record_outputs() as full_outputs:
+            self.full_outputs()
+        # The replay fails as it did before; the outputs recorded until then show where.
+        with self._tracker.record_outputs() as local_outputs, contextlib.suppress(ShardMismatch):
+            self._replay_forward(None)
+        for (name, type_name, full), (_, _, local) in zip(full_outputs, local_outputs, strict=False):
+            if not is_shard_of(full, local, self._shard):
+                return f"{name} ({type_name})"
+        return None
+
+
+def _num_calls_mismatch(num_local: int, num_full: int) -> ShardMismatch:
+    got = f"{num_local} attention calls for a shard of the tokens, {num_full} for full sequences"
+    return ShardMismatch(got, depends_on_others=False)
+
+
+def _is_finite(outputs: Any) -> bool:
+    """Whether outputs are numbers. Minus infinity counts: it is the logit of an impossible class."""
+    floats = [output.detach() for output in tree_leaves(outputs) if output.is_floating_point()]
+    return not any(bool((output.isnan() | output.isposinf()).any()) for output in floats)
+
+
+@contextlib.contextmanager
+def _raise_unavailable() -> Iterator[None]:
+    """Within, what the model raises for full sequences becomes CheckUnavailable."""
+    try:
+        yield
+    except (FourfoldError, ShardMismatch, CheckUnavailable):
+        raise
+    except Exception as error:
+        raise CheckUnavailable(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

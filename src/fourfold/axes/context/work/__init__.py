@@ -1,0 +1,1 @@
+"""The context axis's work on tensors: ring attention, Ulysses, masks, dropout."""

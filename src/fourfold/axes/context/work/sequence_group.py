@@ -1,0 +1,65 @@
+"""Sequence groups: the ranks that hold the tokens of the same sequences.
+
+sp_size = ring size × ulysses. The `ulysses` neighbours first exchange tokens for heads; then keys and values go round
+the ring. `axes/context/rules/layout.py` says which tokens each rank keeps.
+Law: the index on the axis is ring index · ulysses + ulysses index.
+"""
+
+from dataclasses import dataclass
+
+from fourfold.axes.context.rules.layout import SequenceSpec, TokenRanges, ulysses_problem
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import RingGroup, make_ring
+from fourfold.words.errors import PlanError
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that hold one sequence, seen from one of them. `ring` is one of `plan.sequence.RINGS`."""
+
+    ring_group: RingGroup
+    """The ranks among which keys and values go round."""
+    ulysses_group: RingGroup
+    """The neighbours that exchange tokens for heads."""
+    ring: str = "zigzag"
+
+    @property
+    def size(self) -> int:
+        return self.ring_group.size * self.ulysses_group.size
+
+    @property
+    def index(self) -> int:
+        return self.ring_group.index * self.ulysses_group.size + self.ulysses_group.index
+
+    @property
+    def ulysses(self) -> int:
+        return self.ulysses_group.size
+
+    @property
+    def groups(self) -> tuple[RingGroup, RingGroup]:
+        return self.ring_group, self.ulysses_group
+
+    @property
+    def spec(self) -> SequenceSpec:
+        """Which tokens each index holds."""
+        return SequenceSpec(self.size, self.ring, self.ulysses)
+
+    def local_token_ranges(self, length: int) -> TokenRanges:
+        """The ranges of a sequence of this length that this rank keeps, in local order. Raises PlanError."""
+        return self.spec.token_ranges(length)[self.index]
+
+
+def connect_sequence(
+    comm: Communicator, meter: CommMeter, *, ring: str = "zigzag", ulysses: int = 1, transport: str = "by-host"
+) -> SequenceGroup:
+    """This rank's sequence group. Collective among the ranks of `comm`: those of one sequence (`world.along("sp")`).
+
+    `transport` is the plan's. Raises PlanError.
+    """
+    if problem := ulysses_problem(comm.size, ulysses):
+        raise PlanError(problem, where="the plan")
+    ranks = range(comm.size)
+    ring_group = make_ring(comm, [ranks[first::ulysses] for first in range(ulysses)], "ring", meter, choice=transport)
+    neighbours = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
+    return SequenceGroup(ring_group, make_ring(comm, neighbours, "heads", meter, choice=transport), ring)

@@ -1,0 +1,1 @@
+"""The data axis, in one folder."""

@@ -1,0 +1,1 @@
+"""The data axis's work on tensors: buckets of gradients, sharded weights, local steps."""

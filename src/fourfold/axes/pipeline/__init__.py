@@ -1,0 +1,1 @@
+"""The pipeline axis, in one folder."""

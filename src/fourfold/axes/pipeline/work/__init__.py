@@ -1,0 +1,1 @@
+"""The pipeline axis's work on a model that nobody rewrote: chain, gates, messages."""

@@ -1,0 +1,1 @@
+"""The tensor axis, in one folder."""

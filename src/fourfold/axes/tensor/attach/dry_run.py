@@ -1,0 +1,361 @@
+"""Dry run of the tensor axis, on one rank: the whole model and the model that is cut run on a few samples.
+
+whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients. Where all
+          whole weights do not fit into memory, they are there one at a time
+cut       the model with this rank's parts of the same weights, with the other tensor ranks
+findings  what differs, for the ranks to judge together
+Law: the whole run sends nothing. In the cut run a rank that fails tells the others at their next collective, so none
+waits for it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights, WeightSource
+from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
+from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
+from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
+from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
+from fourfold.axes.tensor.attach.whole_model import RandomWeights
+from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
+from fourfold.model.batch_statistics import frozen_statistics
+from fourfold.model.draw_slices import FoundDraw
+from fourfold.model.fixed_random import without_randomness
+from fourfold.model.model_call import call_model
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.proof.backward import run_backward
+from fourfold.proof.check_config import CheckUnavailable, MemoryFit
+from fourfold.proof.checks import summarize_error
+from fourfold.proof.float64_mode import Float64Mode
+from fourfold.proof.grad_projections import NOISE_FLOOR
+from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.proof.random_weights import cast_real, copy_buffers, random_tiled
+from fourfold.proof.tolerance import gradient_tolerance_of, is_close
+from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.torch_kit.torch_private import swapped_state
+from fourfold.words.errors import PeerError, Problem, TaskError
+
+SEED = 13
+Weights = Mapping[str, nn.Parameter]
+MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+"""The attributes that torch gives to every module."""
+LossFunction = Callable[[Any, Any], Any]
+
+
+MakeSource = Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource]
+
+
+class NotFinite(CheckUnavailable):
+    """The whole model gives numbers that are not finite. Those of another batch may be."""
+
+
+class TensorMemoryFit(NamedTuple):
+    """Which dry runs fit into memory: with all whole weights held, and with each drawn where it is used."""
+
+    held: MemoryFit = MemoryFit()
+    drawn: MemoryFit = MemoryFit()
+
+    def ways(self) -> list[tuple[torch.dtype | None, Callable[..., WeightSource]]]:
+        """The dtype (None: the model's) and the source of whole weights of each way, the strictest first."""
+        fits = zip((torch.float64, None), *self, strict=True)
+        return [(dtype, HeldWeights if held else DrawnWeights) for dtype, held, drawn in fits if held or drawn]
+
+
+class Findings(NamedTuple):
+    """What a rank has found.
+
+    error        the model's own, where it fails before anything is compared
+    out_of_step  another rank was in another collective, or has failed: this one has stopped
+    dtype        in which was compared; None: the model's own
+    draws        for which part of its tensor each dropout of the forward draws
+    unavailable  why nothing was compared; empty: it was
+    is_finite    nothing was compared only because of numbers that are not finite: False
+    fallback     why it was not compared in float64
+    loss_error   why the loss was not compared
+    """
+
+    problems: Sequence[Problem] = ()
+    gradients: Sequence[GradMismatch] = ()
+    error: Exception | None = None
+    out_of_step: bool = False
+    draws: Sequence[FoundDraw] = ()
+    unavailable: str = ""
+    is_finite: bool = True
+    fallback: str = ""
+    loss_error: str = ""
+
+
+class Run(NamedTuple):
+    """A forward of a model, whose backward may follow. `outputs`: the tensors among what it has returned."""
+
+    returned: Any
+    outputs: list[Tensor]
+    trace: ModuleTrace
+    draws: Sequence[Draw]
+
+
+class Later(NamedTuple):
+    """What a second forward returns, and the buffers behind it: they show what the first one has kept."""
+
+    outputs: list[Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+class WholeRun(NamedTuple):
+    """The whole model's run, the tensors of its loss, this rank's parts of its weights and of their gradients, and the
+    upstream gradients of outputs and losses.
+    """
+
+    run: Run
+    losses: Sequence[Tensor] | None
+    weights: Weights
+    gradients: Mapping[str, Tensor]
+    upstream: list[Tensor | None]
+    later: Later
+
+
+class TensorDryRun:
+    """The dry run of one rank. `loss`: of outputs and targets; None: the model has it among its outputs."""
+
+    def __init__(self, model: nn.Module, axis: TensorAxis, device: torch.device, loss: LossFunction | None) -> None:
+        self._model, self._axis, self._device, self._loss = model, axis, device, loss
+        self._loss_error = ""
+        self._shards = axis.shards
+        self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
+        self._problems = RuleProblems(model, axis)
+
+    def run(self, samples: Sequence[Any], memory_fit: TensorMemoryFit) -> Findings:
+        """Compare the models on the first of these batches that the whole model takes. Collective on the tensor ranks.
+
+        Raises PeerError only.
+        """
+        group = CheckedTensorGroup(self._axis.group, self._device)
+        try:
+            return self._run_checked(samples, memory_fit, group)
+        except CallMismatch:
+            return Findings(out_of_step=True)
+        except PeerError:
+            raise
+        except Exception as error:  # raised when all ranks know of it
+            with contextlib.suppress(CallMismatch):
+                group.finish(has_failed=True)
+            return Findings(error=error)
+
+    def _run_checked(self, samples: Sequence[Any], memory_fit: TensorMemoryFit, group: CheckedTensorGroup) -> Findings:
+        ways = memory_fit.ways()
+        has_float64 = any(dtype is not None for dtype, _ in ways)
+        reasons = [] if has_float64 else ["the model does not fit into memory in float64"]
+        error: Exception | None = None
+        is_finite = True
+        for number, (batch, (dtype, source)) in enumerate(itertools.product(samples, ways)):
+            try:
+                whole = self._run_whole(batch, dtype, source)
+            except CheckUnavailable as unavailable:
+                is_finite = is_finite and not isinstance(unavailable, NotFinite)
+                reasons.append(str(unavailable))
+                continue
+            except Exception as caught:  # float64 may be what the model fails in
+                error = caught
+                reasons.append(str(caught).splitlines()[0] if str(caught) else type(caught).__name__)
+                continue
+            group.agree(f"attempt {number}")
+            findings = self._compare(whole, batch, dtype, group)
+            if findings.problems:
+                with contextlib.suppress(CallMismatch):
+                    group.finish(has_failed=True)
+            else:
+                group.finish(has_failed=False)
+            fallback = "" if dtype is not None else "; ".join(dict.fromkeys(reasons))
+            return findings._replace(fallback=fallback, loss_error=self._loss_error)
+        if error is not None:
+            raise error
+        group.finish(has_failed=False)
+        reason = "; ".join(dict.fromkeys(reasons)) or "the model does not fit into memory"
+        return Findings(unavailable=reason, is_finite=is_finite)
+
+    # ---- both models --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _computing(self, model: nn.Module, weights: Weights, dtype: torch.dtype | None) -> Iterator[None]:
+        """Within, a model computes with these weights, and leaves no trace in its own."""
+        buffers = copy_buffers(self._model, dtype)
+        with (
+            preserve_module(model),
+            torch.enable_grad(),
+            Float64Mode(new_tensors=True) if dtype is not None else contextlib.nullcontext(),
+            swapped_state(model, {**buffers, **weights}),
+            copy_tensor_attributes(model, dtype),
+            without_randomness(self._device),
+            # Of few samples: normalized by their own, nearly nothing of their gradients would be left to compare.
+            frozen_statistics(model),
+        ):
+            yield
+
+    def _forward(self, model: nn.Module, batch: Any, trace: ModuleTrace) -> Run:
+        with trace, DrawRecorder(trace) as recorder:
+            returned = call_model(model, batch[0])
+        return Run(returned, list(tree_leaves(returned)), trace, recorder.draws)
+
+    def _losses(self, run: Run, batch: Any, weights: Mapping[str, Tensor], ran: nn.Module) -> list[Tensor]:
+        """The tensors that the loss returns. What it reads of the model are these weights, and what `ran` has kept."""
+        if self._loss is None:
+            return []
+        with preserve_module(self._model), swapped_state(self._model, weights):
+            for module, other in zip(self._model.modules(), ran.modules(), strict=True):
+                vars(module).update({k: v for k, v in vars(other).items() if k not in MODULE_ATTRIBUTES})
+            return list(tree_leaves(self._loss(run.returned, batch[1])))
+
+    def _forward_again(self, model: nn.Module, batch: Any) -> Later:
+        """With gradients, which the model's own forward may take."""
+        outputs = [each.detach().clone() for each in tree_leaves(call_model(model, batch[0]))]
+        return Later(outputs, {name: buffer.clone() for name, buffer in model.named_buffers()})
+
+    # ---- whole --------------------------------------------------------------------------------------
+
+    def _run_whole(self, batch: Any, dtype: torch.dtype | None, source: MakeSource) -> WholeRun:
+        """The whole model's run, without the loss where that has no finite gradients."""
+        try:
+            return self._run_with(batch, dtype, source, has_loss=self._loss is not None)
+        except NotFinite:
+            if self._loss is None:
+                raise
+            whole = self._run_with(batch, dtype, source, has_loss=False)
+            self._loss_error = "with random weights, its gradients are not finite"
+            return whole
+
+    def _run_with(self, batch: Any, dtype: torch.dtype | None, source: MakeSource, *, has_loss: bool) -> WholeRun:
+        structure = self._axis.structure
+        for module, before in zip(self._model.modules(), structure.modules(), strict=True):
+            before.training = module.training
+        random_weights = RandomWeights(self._model, self._shards, dtype, self._device)
+        parts, weights = random_weights.local(), source(random_weights, self._shards)
+        with self._computing(structure, weights.parameters, dtype), weights:
+            run = self._forward(structure, _cast(batch, dtype), ModuleTrace(structure))
+            if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
+                raise NotFinite("outputs that are not finite")
+            losses, state = None, {**dict(structure.named_buffers()), **weights.parameters}
+            try:
+                losses = self._losses(run, _cast(batch, dtype), state, structure) if has_loss else None
+            except Exception as error:  # of the user's loss, which raises it again where it is trained
+                self._loss_error = summarize_error(error)
+            upstream = _random_upstream([*run.outputs, *(losses or ())])
+            run_backward([*run.outputs, *(losses or ())], upstream)
+            later = self._forward_again(structure, _cast(batch, dtype))
+        found = weights.local_gradients()
+        gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
+        if not all(bool(each.isfinite().all()) for each in gradients.values()):
+            raise NotFinite("gradients that are not finite")
+        run = run._replace(returned=None, outputs=[each.detach() for each in run.outputs])
+        losses = None if losses is None else [each.detach() for each in losses]
+        return WholeRun(run, losses, parts, gradients, upstream, later)
+
+    # ---- cut ----------------------------------------------------------------------------------------
+
+    def _compare(self, whole: WholeRun, batch: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
+        """What differs where the model is cut. Collective on the tensor ranks."""
+        trace = ModuleTrace(self._model)
+        uses = OutsideUses(whole.weights, self._shards, trace)
+        with self._computing(self._model, whole.weights, dtype), self._axis.region.with_group(group), uses:
+            try:
+                run = self._forward(self._model, _cast(batch, dtype), trace)
+            except (CallMismatch, PeerError):
+                raise
+            except TaskError as error:  # of a split layer
+                return Findings(error.problems)
+            except Exception as error:
+                return Findings([self._problems.failure(whole.run.trace, trace, error)])
+            problem = self._problems.statistics(whole.run.trace, trace)
+            if problem := problem or self._output_problem(whole.run, run, uses.names):
+                return Findings([problem])
+            losses: list[Tensor] = []
+            if whole.losses is not None:
+                try:
+                    losses = self._losses(run, _cast(batch, dtype), whole.weights, self._model)
+                except (CallMismatch, PeerError):
+                    raise
+                except Exception as error:
+                    return Findings([self._problems.loss(summarize_error(error))])
+                if not _are_close(whole.losses, losses):
+                    return Findings([self._problems.loss()])
+            shards = dict.fromkeys(self._shards.values())
+            draws = find_draws(whole.run.draws, run.draws, self._place, [each for each in shards if not each.is_whole])
+            if draws.refused:
+                return Findings([self._problems.draw(draws.refused[0])])
+            try:
+                run_backward([*run.outputs, *losses], whole.upstream)
+            except (CallMismatch, PeerError):
+                raise
+            except Exception as error:
+                return Findings([self._problems.failure(whole.run.trace, trace, error)])
+            later = self._forward_again(self._model, _cast(batch, dtype))
+        gradients = self._compare_gradients(whole)
+        if not gradients and (problem := self._state_problem(whole.later, later)):
+            return Findings([problem])
+        return Findings(gradients=gradients, draws=draws.known)
+
+    def _state_problem(self, whole: Later, local: Later) -> Problem | None:
+        """What is wrong if the first forward has kept something else than that of the whole model."""
+        names = [n for n, buffer in local.buffers.items() if self._place.is_part(whole.buffers[n], buffer) is False]
+        return None if not names and _are_close(whole.outputs, local.outputs) else self._problems.state(names)
+
+    def _output_problem(self, whole: Run, local: Run, outside: Sequence[str]) -> Problem | None:
+        if _are_close(whole.outputs, local.outputs):
+            return None
+        event = first_difference(whole.trace, local.trace, self._place, split_dims(self._model))
+        ratio = 0.0
+        if event is not None:
+            full = next(each.tensor for each in whole.trace.events if each[:3] == event[:3])
+            ratio = max((_ratio(part, event.tensor) for part in self._place.parts(full, event.tensor)), default=0.0)
+        return self._problems.output(event, local.trace.events, ratio, outside)
+
+    def _compare_gradients(self, whole: WholeRun) -> list[GradMismatch]:
+        largest = max((g.abs().max().item() for g in whole.gradients.values() if g.numel()), default=0.0)
+        found = []
+        for name, expected in whole.gradients.items():
+            p = whole.weights[name]
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            if is_close(expected, gradient, gradient_tolerance_of(p.dtype), floor=NOISE_FLOOR * largest):
+                continue
+            value, whole_value = _projection(gradient), _projection(expected)
+            is_whole = self._shards[name].is_whole
+            found.append(GradMismatch(name, is_whole, value, whole_value, _ratio(expected, gradient)))
+        return found
+
+
+def _are_close(whole: Sequence[Tensor], local: Sequence[Tensor]) -> bool:
+    pairs = zip(whole, local, strict=False)
+    return len(whole) == len(local) and all(a.shape == b.shape and is_close(a, b.detach()) for a, b in pairs)
+
+
+def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map(inputs, lambda tensor: cast_real(tensor, dtype))
+
+
+@torch.no_grad()
+def _random_upstream(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Random upstream gradients, one for each output that is finite and can be differentiated."""
+    generator = torch.Generator().manual_seed(SEED)
+    can_differ = [each.requires_grad and bool(each.isfinite().all()) for each in outputs]
+    pairs = zip(outputs, can_differ, strict=True)
+    return [random_tiled(each.detach(), generator).to(each.dtype) if differs else None for each, differs in pairs]
+
+
+@torch.no_grad()
+def _projection(tensor: Tensor) -> float:
+    """The dot product with fixed random numbers."""
+    numbers = random_tiled(tensor, torch.Generator().manual_seed(SEED))
+    return float((numbers * tensor).sum().real)
+
+
+@torch.no_grad()
+def _ratio(whole: Tensor, local: Tensor) -> float:
+    """How many times `whole` a tensor of the same shape is; 0 if it is no number of times."""
+    a, b = whole.flatten().abs().double(), local.flatten().abs().double()
+    square = float(a @ a)
+    ratio = float(a @ b) / square if square else 0.0
+    return ratio if ratio and is_close(whole * ratio, local) else 0.0

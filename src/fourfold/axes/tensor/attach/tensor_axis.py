@@ -1,0 +1,152 @@
+"""Tensor axis: which part of every parameter this rank holds, and the ranks that hold the others.
+
+whole   a model that is not cut: tp = 1
+shards  by parameter: those of all places of the tensor axis, or of this rank's place
+Law: the axis is decided here, once. Where it has one place, nothing differs from a plan without it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from torch import nn
+
+from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
+from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
+from fourfold.axes.tensor.attach.whole_model import copy_structure
+from fourfold.axes.tensor.rules.dims import TensorSpec, dims_on_axis
+from fourfold.axes.tensor.rules.layout import TensorLayout, tensor_layout
+from fourfold.axes.tensor.rules.residual import SPLIT, ResidualLayout, residual_layout
+from fourfold.axes.tensor.work.cut import cut_model
+from fourfold.axes.tensor.work.residual import split_residual
+from fourfold.axes.tensor.work.split_region import SplitRegion
+from fourfold.axes.tensor.work.whole_tensors import WholeTensors
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.comm.tensor_groups import make_tensor_group
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.torch_kit.deferred_init import InitialModel
+
+COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
+
+
+class TensorAxis(NamedTuple):
+    """The tensor axis of this rank.
+
+    all_shards  empty for a model that is not cut
+    region      through which the layers reach the other ranks
+    structure   the modules of the whole model; without weights where it has been cut
+    residual    where hidden tensors are split over tokens; empty: nowhere
+    """
+
+    all_shards: Mapping[str, Sequence[TensorShard]]
+    group: TensorGroup
+    ranks: Communicator
+    region: SplitRegion
+    structure: nn.Module
+    residual: ResidualLayout = ResidualLayout()
+
+    @classmethod
+    def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
+        """One place, which holds all of the model."""
+        group = SingleRankTensorGroup(meter, ranks.device)
+        return cls({}, group, ranks, SplitRegion(group), model)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.group.size > 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether hidden tensors are split over tokens somewhere."""
+        return bool(self.residual.blocks)
+
+    @property
+    def split_params(self) -> frozenset[str]:
+        """The parameters of which ranks hold parts."""
+        return frozenset(name for name, shard in self.shards.items() if not shard.is_whole)
+
+    @property
+    def totals_of_peers(self) -> list[int]:
+        """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
+        return COMMON_TOTALS if self.group.index else []
+
+    def shard_number(self, name: str) -> int:
+        """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
+        shard = self.shards.get(name)
+        return 0 if shard is None or shard.local_shape == shard.shape else 1 + self.group.index
+
+    @property
+    def whole_tensors(self) -> WholeTensors:
+        """Makes tensors as large as the parameters whole, and cuts them."""
+        return WholeTensors(self.all_shards, self.ranks)
+
+    @property
+    def shards(self) -> Mapping[str, TensorShard]:
+        """By parameter: what this rank's place holds."""
+        return {name: shards[self.group.index] for name, shards in self.all_shards.items()}
+
+
+def model_layout(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> TensorLayout:
+    """What each place of the tensor axis holds of a model that is not cut. Raises PlanError if it cannot be split.
+
+    Without rules, models of transformers are split by their own.
+    """
+    rules = rules or rules_of_transformers(model)
+    return tensor_layout(module_specs(model), tied_names(model), rules, spec.size, spec.dims, spec.ulysses)
+
+
+def place_shards(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> Mapping[str, Sequence[TensorShard]]:
+    """By parameter of a model that is not cut: the shards of all places; empty if tp = 1. Raises PlanError.
+
+    At tp = 1 too: the dims that the plan puts on the axis must be those of the rules.
+    """
+    shards = model_layout(model, rules, spec).shards if spec.size > 1 or dims_on_axis(spec.dims) else {}
+    return shards if spec.size > 1 else {}
+
+
+def model_residual(model: nn.Module, layout: TensorLayout, residual: str) -> ResidualLayout:
+    """Where hidden tensors are split over tokens, in a model that is not cut. Raises PlanError if they cannot be.
+
+    residual  the plan's
+    """
+    return residual_layout(module_specs(model), layout.styles) if residual == SPLIT else ResidualLayout()
+
+
+def check_rules(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> None:
+    """Raise PlanError if a model cannot be split as the plan says."""
+    if place_shards(model, rules, spec):
+        model_residual(model, model_layout(model, rules, spec), spec.residual)
+
+
+def cut(
+    initial: InitialModel,
+    rules: Mapping[str, str],
+    world: Communicator,
+    meter: CommMeter,
+    *,
+    spec: TensorSpec,
+    transport: str,
+    is_own: Callable[[str], bool],
+) -> TensorAxis:
+    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective.
+
+    spec, transport  the plan's
+    is_own           whether this rank's stage computes with a parameter
+
+    Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
+    TaskError if it cannot be copied: its structure is kept for the dry run.
+    """
+    model, ranks = initial.model, world.along("tp")
+    if ranks.size == 1:
+        place_shards(model, rules, spec)
+        return TensorAxis.whole(model, ranks, meter)
+    layout = model_layout(model, rules, spec)
+    split = model_residual(model, layout, spec.residual)
+    structure = copy_structure(model)
+    group = make_tensor_group(ranks, "tensor", meter, choice=transport)
+    region = SplitRegion(group)
+    cut_model(initial, layout, region, ranks, is_own)
+    split_residual(model, split, region)
+    return TensorAxis(layout.shards, group, ranks, region, structure, split)

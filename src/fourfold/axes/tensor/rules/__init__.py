@@ -1,0 +1,1 @@
+"""Rules of the tensor axis: what is legal, who holds what, and what is sent. No torch."""

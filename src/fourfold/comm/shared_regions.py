@@ -1,0 +1,162 @@
+"""Shared regions: memory that the ranks of a group on one host map together, and the flags by which they wait.
+
+region  one rank's part of the mapping: its words, then areas of which only what is used is ever reserved
+word    an int64 that only the region's owner writes
+flag    a word that only grows, the first of a cache line; the others of its line are free for what belongs to it
+Law: what a rank has written before it raises a flag, its peers see once they see the flag: x86-64 keeps the order of
+plain stores, and that of loads (total store order). Elsewhere regions are not made (`gather_topology`). Functions of
+torch that write past the caches fence their stores before they return, as compilers and libc on x86-64 rely on.
+"""
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.polling import wait_until
+from fourfold.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
+from fourfold.comm.topology import gather_topology
+from fourfold.torch_kit import memory
+from fourfold.words.errors import PeerError, Problem
+
+AREA_BYTES = 2**34  # of addresses, not of memory
+NUM_AREAS = 4
+TIME_LIMIT_SECONDS = 1800.0
+
+
+def region_bytes(num_areas: int = NUM_AREAS) -> int:
+    """Bytes of a region with so many areas."""
+    return ALIGNMENT_BYTES + num_areas * AREA_BYTES
+
+
+def total_bytes(size: int, num_areas: int = NUM_AREAS) -> int:
+    """Bytes of the growing memory of `size` ranks."""
+    return size * region_bytes(num_areas)
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """A rank's index in a group, and the global ranks of the group."""
+
+    index: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class SharedRegions:
+    """The regions of a group, as one of its ranks sees them.
+
+    handle       growing memory of `total_bytes`, which this object then owns
+    num_areas    of each region
+    check_peers  called now and then while this rank waits; raises PeerError if a rank has died
+    """
+
+    def __init__(
+        self,
+        handle: int,
+        place: GroupPlace,
+        meter: CommMeter,
+        *,
+        check_peers: Callable[[], None],
+        num_areas: int = NUM_AREAS,
+        time_limit_seconds: float = TIME_LIMIT_SECONDS,
+    ) -> None:
+        self.place, self.meter, self._region_bytes = place, meter, region_bytes(num_areas)
+        self.check_peers, self._time_limit_seconds = check_peers, time_limit_seconds
+        self._handle = os.dup(handle)
+        weakref.finalize(self, memory.close_shared, self._handle).atexit = False
+        self._mapping: mmap.mmap = memory.map_shared(handle)
+        self.words = memoryview(self._mapping).cast("B").cast("q")
+        """All words of the mapping; `word` says where one is."""
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        self._reserved: dict[tuple[int, int], int] = {}
+
+    # ---- flags ---------------------------------------------------------------------------------------
+
+    def word(self, index: int, flag: int, offset: int = 0) -> int:
+        """The place of a rank's flag, or of another word of its line, among `words`."""
+        return index * self._region_bytes // 8 + flag * FLAG_STRIDE + offset
+
+    def wait_flag(self, flag: int, count: int, index: int) -> None:
+        """Wait until a rank's flag has reached `count`. Raises PeerError."""
+        words, word = self.words, self.word(index, flag)
+        if words[word] < count:
+            self.wait(lambda: words[word] >= count, index)
+
+    def wait(self, is_reached: Callable[[], bool], index: int) -> None:
+        """Wait until something is so that another rank brings about. Raises PeerError."""
+
+        def check(waited_seconds: float) -> None:
+            self.check_peers()
+            if waited_seconds > self._time_limit_seconds:
+                late = f"rank {self.place.ranks[index]}"
+                raise PeerError(f"{late} did not arrive within {self._time_limit_seconds:.0f} s")
+
+        wait_until(is_reached, check, self.meter)
+
+    # ---- areas ---------------------------------------------------------------------------------------
+
+    def contains(self, address: int) -> bool:
+        """Whether an address of this process lies in the mapping."""
+        return 0 <= address - self._address < len(self._mapping)
+
+    def view(self, index: int, area: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """The first elements of a rank's area. Raises MemoryUnavailable."""
+        num_bytes = num_elements * dtype.itemsize
+        start = self._start(index, area)
+        if num_bytes > AREA_BYTES:
+            need = f"at most {AREA_BYTES / 2**30:.0f} GiB that a rank passes to others at once"
+            raise memory.MemoryUnavailable(Problem(f"{num_bytes} bytes", need, 'transport = "gloo"'))
+        if num_bytes > self._reserved.get((index, area), 0):
+            memory.grow(self._handle, start, num_bytes)
+            self._reserved[index, area] = num_bytes
+        if num_elements == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=num_elements, offset=start)
+
+    def area_words(self, index: int, area: int, num_words: int) -> memoryview:
+        """The first words of an area, of which its owner has reserved as many."""
+        start = self._start(index, area) // 8
+        return self.words[start : start + num_words]
+
+    def area_bytes(self, index: int, area: int, num_bytes: int) -> memoryview:
+        """The first bytes of an area, of which its owner has reserved as many; a new object, which tensors keep."""
+        start = self._start(index, area)
+        return memoryview(self._mapping)[start : start + num_bytes]
+
+    def _start(self, index: int, area: int) -> int:
+        return index * self._region_bytes + ALIGNMENT_BYTES + area * AREA_BYTES
+
+
+def open_regions(
+    comm: Communicator, groups: Sequence[Sequence[int]], meter: CommMeter, *, num_areas: int = NUM_AREAS
+) -> tuple[SharedRegions | None, str]:
+    """The regions of this rank's group if every group is within one host; or None and the reason.
+
+    Collective among `comm`'s ranks, which `groups` partition.
+    """
+    group = next(each for each in groups if comm.rank in each)
+    topology = gather_topology(comm)
+    if topology.unshared_cause:
+        return None, topology.unshared_cause
+    across_hosts = [each for each in groups if len(topology.hosts_of(each)) > 1]
+    if across_hosts:
+        return None, f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts"
+    host_memory, reason = open_host_memory(
+        lambda: memory.create_growing(total_bytes(len(group), num_areas)), comm, group
+    )
+    if host_memory is None:
+        return None, reason
+    place = GroupPlace(list(group).index(comm.rank), tuple(comm.ranks[rank] for rank in group))
+    regions = SharedRegions(host_memory.take_handle(), place, meter, check_peers=comm.check_peers, num_areas=num_areas)
+    return regions, ""

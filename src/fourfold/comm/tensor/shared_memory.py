@@ -1,0 +1,202 @@
+"""Tensor group over shared memory: the ranks of one host read each other's activations where they lie.
+
+block     one rank's tensor of a collective, in one of two areas of its region alternately
+publish   put the block there, unless it was computed there, and raise PUBLISHED: its count is that of collectives
+call      what a rank calls with a block: the collective, the dtype and the bytes; equal on all ranks
+slice     the part of every block that one rank adds for all others, if blocks are large: in place of its own part
+Law: a block is written only while no other rank may read it.
+
+Proof. A rank reads blocks of collective c only after all have published c, and it publishes c + 1 only after it has
+read them: one collective ends before the next one begins. Block c + 2 lies where block c lay. A rank writes it, or
+lends it (`buffer`), after its own collective c + 1 has ended, which waited until all had published c + 1; so all had
+read the blocks of c. Of two areas for each rank one is thus always free, and no rank says what it has read. The sum of
+a slice overwrites only the owner's own part of it, which no rank but the owner reads before REDUCED says that the sum
+is there. That what lies before a flag is seen with the flag, `SharedRegions` explains.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.comm.shared_regions import SharedRegions
+from fourfold.comm.tensor.protocol import Combine, add_parts, max_parts
+from fourfold.words.errors import DivergenceError, Problem
+from fourfold.words.layout import Change
+
+PUBLISHED, REDUCED = range(2)  # flags
+CALL_WORD = 1  # and 2: in the line of PUBLISHED, the calls of the blocks in both areas
+ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER = range(4)
+CALL_NAMES = (Change.ALL_REDUCE, "all-reduce of maxima", Change.ALL_GATHER, Change.REDUCE_SCATTER)
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+MAX_CACHED_SHAPES = 64
+# From here on each rank adds a slice for all. With two ranks that moves more bytes, whatever the size. Measured:
+# `docs/measured-notes.md`, "Collectives of the tensor axis".
+MIN_SLICED_BYTES = 2**21
+MIN_SLICING_RANKS = 3
+SLICE_ELEMENTS = 16  # slices begin at multiples: two ranks write no cache line in common
+
+
+class _Blocks(NamedTuple):
+    """The blocks of all ranks in one area, as tensors of one shape and dtype."""
+
+    by_rank: list[Tensor]
+    flat_by_rank: list[Tensor]
+    dtype_and_bytes: int
+    """The call without the collective."""
+
+
+class TensorGroupOverSharedMemory:
+    """See `TensorGroup`."""
+
+    name = "shared memory"
+
+    def __init__(self, regions: SharedRegions) -> None:
+        self._regions, self.meter = regions, regions.meter
+        self.index, self.size = regions.place.index, regions.place.size
+        self._flag_words = [regions.word(index, PUBLISHED) for index in range(self.size)]
+        self._peers = [index for index in range(self.size) if index != self.index]
+        self._num_published = self._num_reduced = 0
+        self._cached_blocks: dict[tuple[torch.Size, torch.dtype, int], _Blocks] = {}
+        self._lent_address = 0
+        """Of the buffer that was lent since the last collective, if one was."""
+        self._is_busy = False
+
+    def meet(self, call: str) -> None:
+        pass  # `_wait_published` compares
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        assert not self._is_busy, "a collective has begun and not ended"
+        own = self._blocks(torch.Size(shape), dtype).by_rank[self.index]
+        self._lent_address = own.data_ptr()
+        return own.detach()  # not the cached tensor: autograd may mark this one
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._reduce(self._publish(ALL_REDUCE, tensor), tensor, add_parts)
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        blocks = self._publish(ALL_REDUCE, tensor)
+        return lambda: self._reduce(blocks, tensor, add_parts)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return self._reduce(self._publish(ALL_REDUCE_MAX, tensor), tensor, max_parts)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        blocks = self._publish(ALL_GATHER, tensor)
+        self._wait_published(blocks)
+        return self._end(torch.cat(blocks.by_rank, dim))
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        length, rest = divmod(tensor.shape[dim], self.size)
+        assert rest == 0, f"{self.size} ranks do not divide dim {dim} of {list(tensor.shape)}"
+        blocks = self._publish(REDUCE_SCATTER, tensor)
+        self._wait_published(blocks)
+        slices = [block.narrow(dim, self.index * length, length) for block in blocks.by_rank]
+        out = torch.empty(slices[0].shape, dtype=tensor.dtype)
+        add_parts(slices, out)
+        return self._end(out)
+
+    # ---- blocks --------------------------------------------------------------------------------------
+
+    def _publish(self, collective: int, tensor: Tensor) -> _Blocks:
+        """Put this rank's block where all ranks read it; returns the blocks, which may not be read yet."""
+        assert not self._is_busy, "a collective has begun and not ended"
+        area, words, own = self._num_published % 2, self._regions.words, self._flag_words[self.index]
+        blocks = self._blocks(tensor.shape, tensor.dtype)
+        if tensor.numel() and not self._is_lent(tensor):
+            blocks.by_rank[self.index].copy_(tensor.detach())
+        self._lent_address, self._is_busy = 0, True
+        words[own + CALL_WORD + area] = blocks.dtype_and_bytes * len(CALL_NAMES) + collective
+        self._num_published += 1
+        words[own] = self._num_published
+        return blocks
+
+    def _is_lent(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the buffer that this rank has been lent, and so is its block."""
+        address = tensor.data_ptr()
+        if address == self._lent_address:
+            assert tensor.is_contiguous(), "the buffer that was lent, with other strides"
+            return True
+        assert not self._regions.contains(address), "a buffer that was lent before another collective, or a part of one"
+        return False
+
+    def _blocks(self, shape: torch.Size, dtype: torch.dtype) -> _Blocks:
+        """The blocks of the next collective."""
+        area = self._num_published % 2
+        blocks = self._cached_blocks.get((shape, dtype, area))
+        if blocks is None:
+            if len(self._cached_blocks) >= MAX_CACHED_SHAPES:
+                self._cached_blocks.clear()
+            blocks = self._cached_blocks[shape, dtype, area] = self._view_blocks(shape, dtype, area)
+        return blocks
+
+    def _view_blocks(self, shape: torch.Size, dtype: torch.dtype, area: int) -> _Blocks:
+        with torch.inference_mode(False):  # views made in it could not be written outside of it
+            flat = [self._regions.view(index, area, shape.numel(), dtype) for index in range(self.size)]
+            num_bytes = shape.numel() * dtype.itemsize
+            return _Blocks([each.view(shape) for each in flat], flat, num_bytes * len(DTYPES) + DTYPES.index(dtype))
+
+    def _wait_published(self, blocks: _Blocks) -> None:
+        """Wait until all ranks have published. Raises DivergenceError if they did so for another call."""
+        count, words = self._num_published, self._regions.words
+        call_word = CALL_WORD + (count - 1) % 2
+        call = words[self._flag_words[self.index] + call_word]
+        for peer in self._peers:
+            if words[self._flag_words[peer]] < count:
+                self._regions.wait_flag(PUBLISHED, count, peer)
+            other = words[self._flag_words[peer] + call_word]
+            if other != call:
+                self._raise_divergence(peer, other, call)
+
+    def _raise_divergence(self, peer: int, other: int, call: int) -> None:
+        ranks, self._is_busy = self._regions.place.ranks, False
+        got = f"rank {ranks[peer]}: {_describe(other)}; rank {ranks[self.index]}: {_describe(call)}"
+        need = "the same collectives, of the same sizes, in the same order, on all ranks of a tensor group"
+        problem = Problem(got, need, "the same batch and the same code path on each")
+        raise DivergenceError(problem, where="the tensor axis")
+
+    def _end(self, out: Tensor) -> Tensor:
+        self._is_busy = False
+        return out
+
+    # ---- sums ----------------------------------------------------------------------------------------
+
+    def _reduce(self, blocks: _Blocks, tensor: Tensor, combine: Combine) -> Tensor:
+        self._wait_published(blocks)
+        is_private = tensor.is_contiguous() and not self._regions.contains(tensor.data_ptr())
+        out = tensor.detach() if is_private else torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self.size >= MIN_SLICING_RANKS and tensor.nbytes >= MIN_SLICED_BYTES:
+            self._reduce_slices(blocks.flat_by_rank, out.view(-1), combine)
+        elif self.size == 2 and is_private:
+            # Its own part lies in a nearer cache than its block, of which nothing has to be read then.
+            combine([out if index == self.index else blocks.by_rank[index] for index in range(2)], out)
+        else:
+            combine(blocks.by_rank, out)
+        return self._end(tensor if is_private else out)
+
+    def _reduce_slices(self, blocks: Sequence[Tensor], out: Tensor, combine: Combine) -> None:
+        """Combine this rank's slice of all blocks, then read the others' results."""
+        length = -(-out.numel() // (self.size * SLICE_ELEMENTS)) * SLICE_ELEMENTS
+        own = slice(self.index * length, (self.index + 1) * length)
+        combine([block[own] for block in blocks], out[own])
+        blocks[self.index][own] = out[own]
+        self._num_reduced += 1
+        self._regions.words[self._regions.word(self.index, REDUCED)] = self._num_reduced
+        for hop in range(1, self.size):
+            owner = (self.index + hop) % self.size
+            self._regions.wait_flag(REDUCED, self._num_reduced, owner)
+            theirs = slice(owner * length, (owner + 1) * length)
+            out[theirs] = blocks[owner][theirs]
+
+
+def _describe(call: int) -> str:
+    dtype_and_bytes, collective = divmod(call, len(CALL_NAMES))
+    num_bytes, dtype = divmod(dtype_and_bytes, len(DTYPES))
+    return f"{CALL_NAMES[collective]} of {num_bytes} bytes ({DTYPES[dtype]})"

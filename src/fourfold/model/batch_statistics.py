@@ -1,0 +1,264 @@
+"""Batch statistics: of which samples a batch normalization takes them, while a step runs the user's model.
+
+own      each rank's forward has its own statistics: torch's normalization as it is
+synced   statistics of the samples of all ranks, by `model/sync_batch_norm.py`
+frozen   in a dry run: running statistics in place of the batch's, so that the samples of a batch do not depend on each
+         other, and any other coupling is seen
+handler  computes a call of F.batch_norm in training mode, in place of torch
+Law: outside of forwards and backwards of a step the user's modules are as the user made them: their classes, their
+state_dict, their forward. Inside, an instance has a `forward` of its own, which calls the user's.
+
+A function mode inside that forward finds the call, so subclasses with a forward of their own are synced too; modes are
+off in backward, but a checkpoint's second forward goes through the instance, and so does `torch.func.functional_call`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.row_exchange import make_row_exchange
+from fourfold.model.batch_norm import is_inside, uses_batch_stats
+from fourfold.model.objective import Objective
+from fourfold.model.sync_batch_norm import (
+    BACKWARD_END,
+    FORWARD_END,
+    NormCall,
+    StatisticsExchange,
+    sync_batch_norm,
+)
+from fourfold.torch_kit.torch_private import BatchNormBase, base_batch_norm_forward
+
+
+class BatchNormCall(NamedTuple):
+    """The arguments of F.batch_norm."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
+Handler = Callable[[BatchNormCall], Tensor]
+
+
+class BatchStatistics(Protocol):
+    """How the forwards and backwards of one rank take batch statistics."""
+
+    def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
+        """Within, the model runs forward with all ranks."""
+        ...
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Within, the backward of that forward runs."""
+        ...
+
+    def in_dry_run(self) -> AbstractContextManager[None]:
+        """Within, this rank tries the model by itself."""
+        ...
+
+    def needs_empty_ranks(self) -> bool:
+        """Whether a rank without samples must run forward and backward with the others."""
+        ...
+
+    def run_empty(self, model: nn.Module, objective: Objective) -> Tensor | None:
+        """The forward of a rank without samples. Returns a loss for `in_backward`, if other ranks need its backward."""
+        ...
+
+    def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
+        """The same in an evaluation."""
+        ...
+
+    def evaluates_together(self) -> bool:
+        """Whether ranks need each other in an evaluation, in the present modes of their norms."""
+        ...
+
+
+class OwnStatistics:
+    """See `BatchStatistics`: a rank needs no other."""
+
+    def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def in_dry_run(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def needs_empty_ranks(self) -> bool:
+        return False
+
+    def run_empty(self, model: nn.Module, objective: Objective) -> None:
+        objective.dummy_forward(model)
+
+    def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
+        pass
+
+    def evaluates_together(self) -> bool:
+        return False
+
+
+class SyncedStatistics:
+    """See `BatchStatistics`: the ranks of `exchange` run each forward together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: StatisticsExchange,
+        *,
+        skeleton: nn.Module | None = None,
+        elsewhere: Sequence[str] = (),
+    ) -> None:
+        """`skeleton`: what dry runs call; None: the model. `elsewhere`: modules that other pipeline stages have."""
+        self._model, self._exchange, self._elsewhere = model, exchange, elsewhere
+        self._skeleton = model if skeleton is None else skeleton
+
+    def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
+        self._exchange.has_samples = has_samples
+        return self._together(FORWARD_END)
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        return self._together(BACKWARD_END)
+
+    @contextlib.contextmanager
+    def _together(self, end: int) -> Iterator[None]:
+        norms = batch_norms(self._model, self._elsewhere)
+        if not self._model.training and not self.evaluates_together():
+            yield
+            return
+        self._exchange.begin([name for name, _ in norms])
+        with intercept_batch_norm([Synced(norm, n, self._exchange) for n, (_, norm) in enumerate(norms)]):
+            yield
+        self._exchange.end(end)
+
+    def in_dry_run(self) -> AbstractContextManager[None]:
+        return frozen_statistics(self._skeleton)
+
+    def needs_empty_ranks(self) -> bool:
+        return True
+
+    def run_empty(self, model: nn.Module, objective: Objective) -> Tensor | None:
+        return objective.dummy_loss(model)
+
+    def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
+        if self.evaluates_together():
+            objective.dummy_forward(model)
+
+    def evaluates_together(self) -> bool:
+        # Norms with running statistics need no other rank.
+        return any(uses_batch_stats(norm) for _, norm in batch_norms(self._model, self._elsewhere))
+
+
+def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> StatisticsExchange:
+    """Of all ranks that have samples. Collective. `transport`: the plan's."""
+    rows = make_row_exchange(world.along("dp", "sp"), "batch norm", meter, choice=transport)
+    return StatisticsExchange(rows, world.device)
+
+
+def batch_norms(model: nn.Module, elsewhere: Sequence[str] = ()) -> list[tuple[str, BatchNormBase]]:
+    """The batch normalizations of a model, by name, but for those in these modules."""
+    return [
+        (name or "the model", norm)
+        for name, norm in model.named_modules()
+        if isinstance(norm, BatchNormBase) and not is_inside(name, elsewhere)
+    ]
+
+
+def own_statistics(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, each SyncBatchNorm is a plain one, of this rank's samples: torch's own needs GPUs."""
+    norms = [norm for _, norm in batch_norms(model) if isinstance(norm, nn.SyncBatchNorm)]
+    return intercept_batch_norm([_Intercepted(norm, lambda call: F.batch_norm(*call)) for norm in norms])
+
+
+def frozen_statistics(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, each batch normalization of a model normalizes by its running statistics, and keeps them."""
+    return intercept_batch_norm([_Intercepted(norm, _normalize_frozen) for _, norm in batch_norms(model)])
+
+
+def _normalize_frozen(call: BatchNormCall) -> Tensor:
+    """By running statistics; without them, by those of a standard normal distribution."""
+    x, mean, variance = call.input, call.running_mean, call.running_var
+    mean = x.new_zeros(x.shape[1]) if mean is None else mean
+    variance = x.new_ones(x.shape[1]) if variance is None else variance
+    return F.batch_norm(x, mean, variance, call.weight, call.bias, eps=call.eps)
+
+
+# ---- interception ---------------------------------------------------------------------------------------
+
+
+class _Mode(TorchFunctionMode):
+    """Passes calls of F.batch_norm in training mode to a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm and (call := BatchNormCall(*args, **kwargs or {})).training:
+            return self._handler(call)
+        return func(*args, **kwargs or {})
+
+
+class _Intercepted:
+    """The forward of a norm, whose call of F.batch_norm goes to a handler."""
+
+    def __init__(self, norm: BatchNormBase, handler: Handler) -> None:
+        self.norm, self._handler = norm, handler
+        self._forward: Callable[..., Any] = norm.forward
+        if type(norm).forward is nn.SyncBatchNorm.forward:
+            self._forward = functools.partial(base_batch_norm_forward, norm)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Mode(self._handler):
+            return self._forward(*args, **kwargs)
+
+
+class Synced(_Intercepted):
+    """The forward of a norm, with statistics of all ranks. `number`: of the norm in the model."""
+
+    def __init__(self, norm: BatchNormBase, number: int, exchange: StatisticsExchange) -> None:
+        super().__init__(norm, self.normalize)
+        self._number, self._exchange = number, exchange
+
+    def normalize(self, call: BatchNormCall) -> Tensor:
+        """With statistics of all ranks."""
+        norm_call = NormCall(self._exchange, self._number, call.running_mean, call.running_var, call.momentum, call.eps)
+        return sync_batch_norm(call.input, call.weight, call.bias, norm_call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracked = self.norm.num_batches_tracked
+        before = None if tracked is None or self._exchange.has_samples else tracked.clone()
+        outputs = super().__call__(*args, **kwargs)
+        if tracked is not None and before is not None and not self._exchange.count:
+            tracked.copy_(before)  # no rank has samples: one device would not run forward
+        return outputs
+
+
+@contextlib.contextmanager
+def intercept_batch_norm(forwards: Sequence[_Intercepted]) -> Iterator[None]:
+    """Within, these norms have these forwards."""
+    before = [vars(each.norm).get("forward") for each in forwards]
+    for each in forwards:
+        vars(each.norm)["forward"] = each
+    try:
+        yield
+    finally:
+        for each, forward in zip(forwards, before, strict=True):
+            if forward is None:
+                vars(each.norm).pop("forward", None)
+            else:
+                vars(each.norm)["forward"] = forward

@@ -1,1 +1,0 @@
-"""Floor 2: doing. The columns again, now with tensors."""

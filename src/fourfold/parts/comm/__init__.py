@@ -1,1 +1,0 @@
-"""Communication: the only package that imports torch.distributed."""

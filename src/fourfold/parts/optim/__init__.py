@@ -1,1 +1,0 @@
-"""Optimizer updates over flat buffers."""

@@ -1,1 +1,0 @@
-"""The sequence axis, with tensors: exact attention over sequences whose tokens are split among ranks."""

@@ -1,0 +1,1 @@
+"""The planner: facts, prices, prediction, search and calibration. Nothing that trains imports it."""

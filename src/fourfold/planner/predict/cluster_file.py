@@ -1,0 +1,211 @@
+"""Cluster files: descriptions of clusters as TOML, those that come with Fourfold and a user's own.
+
+field   a number of the description, named by its table and key: `network.bandwidth`
+source  where a number is from: a text for each field, in the table [sources]
+Law: every quantity has a unit in its text, no rate is zero, and all problems of a file are told at once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fourfold.plan.decode import DecodeError, from_toml, read_toml
+from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.words.errors import PlanError, Problem, closest_match, os_error_text
+from fourfold.words.quantities import Dimension, read_quantity
+
+CLUSTERS = resources.files("fourfold") / "clusters"
+SUFFIX = ".toml"
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
+SOURCES, HOST_SPEEDS = "sources", "host_speeds"
+
+
+class Field(NamedTuple):
+    """What a number of the file may be: a quantity, a whole number (`is_count`), or a factor within bounds."""
+
+    dimension: Dimension | None = None
+    is_count: bool = False
+    default: float | None = None
+    allows_zero: bool = False
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def read(self, name: str, value: object) -> float | Problem:
+        if self.dimension is not None:
+            return read_quantity(name, value, self.dimension, allows_zero=self.allows_zero)
+        if self.is_count:
+            is_valid = type(value) is int and value >= 1
+            return value if is_valid else Problem(f"{name} = {value!r}", "a whole number of at least 1", f"{name} = 8")  # type: ignore[return-value]
+        if type(value) in (int, float) and self.minimum <= value <= self.maximum and value > 0:  # type: ignore[operator]
+            return float(value)  # type: ignore[arg-type]
+        lowest = f"{self.minimum:g} or more" if self.minimum else "above 0"
+        return Problem(f"{name} = {value!r}", f"a number {lowest}, at most {self.maximum:g}", f"{name} = 1.0")
+
+
+FRACTION = Field(default=1.0)
+LATENCY = Field(Dimension.SECONDS, allows_zero=True)
+RATE = Field(Dimension.BYTES_PER_SECOND)
+TIER_FIELDS = {"latency": LATENCY, "bandwidth": RATE, "efficiency": FRACTION}
+FIELDS: dict[str, Field] = {
+    "devices_per_host": Field(is_count=True),
+    "hosts": Field(is_count=True, default=1.0),
+    "memory": Field(Dimension.BYTES),
+    "memory_bandwidth": RATE,
+    "memory_efficiency": FRACTION,
+    "reserve": Field(Dimension.BYTES, default=0.0, allows_zero=True),
+    "launch": Field(Dimension.SECONDS, default=0.0, allows_zero=True),
+    "offload_bandwidth": RATE,
+    "prediction_error": Field(default=0.0),
+    "overlap_slowdown": Field(default=1.0, minimum=1.0, maximum=10.0),
+    "products.highest": FRACTION,
+    "products.half": Field(Dimension.OPERATIONS, default=0.0, allows_zero=True),
+    **{f"host.{key}": field for key, field in TIER_FIELDS.items()},
+    **{f"network.{key}": field for key, field in TIER_FIELDS.items()},
+    "network.gather_efficiency": FRACTION,
+}
+PEAK = Field(Dimension.OPERATIONS_PER_SECOND)
+TEXTS = ("name", "device")
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with Fourfold."""
+    return sorted(file.name.removesuffix(SUFFIX) for file in CLUSTERS.iterdir() if file.name.endswith(SUFFIX))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster that comes with Fourfold, by name, or that of a file. Raises PlanError with all its problems."""
+    return read_cluster(read_table(name_or_path), where=str(name_or_path))
+
+
+def read_table(name_or_path: str | Path) -> dict[str, Any]:
+    """The description as the file has it. Raises PlanError."""
+    text = str(name_or_path)
+    try:
+        if text in cluster_names():
+            return from_toml((CLUSTERS / f"{text}{SUFFIX}").read_text(encoding="utf-8"))
+        return read_toml(Path(text))
+    except DecodeError as error:
+        raise PlanError(Problem(str(error), "valid TOML"), where=text) from None
+    except OSError as error:
+        names = cluster_names()
+        need = f"a file, or one of {', '.join(names)}"
+        got = f"cluster = {text}: {os_error_text(error)}"
+        raise PlanError(Problem(got, need, closest_match(text, names) or names[0]), where="the cluster") from None
+
+
+def read_cluster(table: Mapping[str, Any], *, where: str = "the cluster") -> Cluster:
+    """The cluster of a description. Raises PlanError with all problems."""
+    values = _flatten({key: value for key, value in table.items() if key not in (SOURCES, HOST_SPEEDS)})
+    sources = table.get(SOURCES, {})
+    has_network = "network" in table or values.get("hosts", 1) != 1
+    fields = {name: field for name, field in FIELDS.items() if has_network or not name.startswith("network.")}
+    if values.get("device") == "cpu":
+        del fields["offload_bandwidth"]
+    fields |= {name: PEAK for name in values if name in _peaks()}
+    numbers: dict[str, float] = {}
+    problems = [*_text_problems(values), *_unknown_problems(values, fields), *_source_problems(sources)]
+    problems += _speed_problems(table.get(HOST_SPEEDS, []), values.get("hosts", 1))
+    for name, field in fields.items():
+        if name not in values and field.default is None:
+            problems.append(_missing_problem(name, field))
+            continue
+        read = field.read(name, values[name]) if name in values else field.default
+        if isinstance(read, Problem):
+            problems.append(read)
+        elif read is not None:
+            numbers[name] = read
+    if not any(name in values for name in _peaks()):
+        problems.append(Problem("no flops", f"the peak of a device for some of {', '.join(DTYPES)}", _PEAK_EXAMPLE))
+    if problems:
+        raise PlanError(problems, where=where)
+    speeds = tuple(map(float, table.get(HOST_SPEEDS, [])))
+    return dataclasses.replace(_make(values, numbers, has_network=has_network), host_speeds=speeds)
+
+
+_PEAK_EXAMPLE = '[flops] bfloat16 = "312 TFLOP/s"'
+
+
+def _peaks() -> list[str]:
+    return [f"flops.{dtype}" for dtype in DTYPES]
+
+
+def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by field name; a table of a table stays, as the unknown field that it is."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= {f"{key}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _text_problems(values: Mapping[str, Any]) -> Iterable[Problem]:
+    if not isinstance(values.get("name"), str) or not values["name"].strip():
+        yield Problem(f"name = {values.get('name')!r}", "a name", 'name = "my cluster"')
+    if values.get("device") not in DEVICES:
+        yield Problem(f"device = {values.get('device')!r}", f"one of {', '.join(DEVICES)}", 'device = "cuda"')
+
+
+def _unknown_problems(values: Mapping[str, Any], fields: Mapping[str, Field]) -> Iterable[Problem]:
+    known = [*TEXTS, *fields, *_peaks()]
+    for name, value in values.items():
+        if name not in known:
+            yield Problem(
+                f"{name} = {value!r}", "a field of a cluster", closest_match(name, known) or ", ".join(FIELDS)
+            )
+
+
+def _source_problems(sources: object) -> Iterable[Problem]:
+    if not isinstance(sources, Mapping):
+        yield Problem(f"sources = {sources!r}", "a table of texts", "[sources]")
+        return
+    known = [*FIELDS, *_peaks()]
+    for name, text in _flatten(sources).items():
+        if name not in known:
+            yield Problem(f"sources: {name}", "the name of a field", closest_match(name, known) or "")
+        elif not isinstance(text, str) or not text.strip():
+            yield Problem(f"sources: {name} = {text!r}", "a text that says where the number is from")
+
+
+def _speed_problems(speeds: object, hosts: object) -> Iterable[Problem]:
+    """The speeds of unequal hosts: one for each."""
+    got, attempt = f"{HOST_SPEEDS} = {speeds!r}", f"{HOST_SPEEDS} = [1.0, 0.5], with hosts = 2"
+    if not isinstance(speeds, list) or not all(type(each) in (int, float) and 0 < each < math.inf for each in speeds):
+        yield Problem(got, "a list of numbers above 0", attempt)
+    elif speeds and len(speeds) != hosts:
+        yield Problem(f"{got} with hosts = {hosts}", "a speed for each host", attempt)
+
+
+def _missing_problem(name: str, field: Field) -> Problem:
+    table, _, key = name.rpartition(".")
+    example = f'"{field.dimension.value}"' if field.dimension else "8"
+    line = f"{key} = {example}"
+    return Problem(
+        f"no {name}", f"{name}, with its unit" if field.dimension else name, f"[{table}] {line}" if table else line
+    )
+
+
+def _make(values: Mapping[str, Any], numbers: Mapping[str, float], *, has_network: bool) -> Cluster:
+    tiers = {
+        tier: Tier(**{key: numbers[f"{tier}.{key}"] for key in Tier._fields if f"{tier}.{key}" in numbers})
+        for tier in ("host", "network")[: 1 + has_network]
+    }
+    return Cluster(
+        name=values["name"],
+        device=values["device"],
+        devices_per_host=int(numbers["devices_per_host"]),
+        hosts=int(numbers["hosts"]),
+        memory_bytes=numbers["memory"],
+        flops_per_second={dtype: numbers[f"flops.{dtype}"] for dtype in DTYPES if f"flops.{dtype}" in numbers},
+        memory_bandwidth=numbers["memory_bandwidth"] * numbers["memory_efficiency"],
+        products=ProductEfficiency(numbers["products.highest"], numbers["products.half"]),
+        host=tiers["host"],
+        network=tiers.get("network"),
+        launch_seconds=numbers["launch"],
+        reserve_bytes=numbers["reserve"],
+        overlap_slowdown=numbers["overlap_slowdown"],
+        offload_bandwidth=numbers.get("offload_bandwidth", math.inf),
+        prediction_error=numbers["prediction_error"],
+    )

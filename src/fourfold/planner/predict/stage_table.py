@@ -1,0 +1,213 @@
+"""Stage table: what places compute and keep, for estimates: sums over segments, each of which is priced once.
+
+variant  a plan's fields on which facts and the prices of segments depend
+Law: a place costs and keeps what its segments do. What it keeps is found apart: activations take long to count.
+"""
+
+import itertools
+import operator
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from fourfold.plan.plan import Plan
+from fourfold.planner.predict.facts import FactsSource
+from fourfold.planner.predict.memory import copied_shapes, factor_bytes
+from fourfold.planner.predict.prediction import StepTerms
+from fourfold.planner.predict.prices import GroupShape, Prices
+from fourfold.planner.predict.stage_seconds import ZERO, SegmentPricer, add_terms, at_speed, minus, plus
+
+SEGMENT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision", "recompute", "batch_norm")
+PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
+SYNC = "sync"
+place_key, segment_key = attrgetter(*PLACE_FIELDS), attrgetter(*SEGMENT_FIELDS)
+
+
+class PlaceCompute(NamedTuple):
+    """What a place computes with one microbatch.
+
+    first_stage  seconds of a backward, and of its weight half, of the stage whose buckets are ready last
+    """
+
+    forward: StepTerms
+    backward_input: StepTerms
+    backward_weight: StepTerms
+    first_stage: tuple[float, float]
+    num_segments: int
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+
+    def at_speed(self, speed: float) -> "PlaceCompute":
+        """The same on devices that compute faster or slower."""
+        forward, inputs, weights = (
+            at_speed(each, speed) for each in (self.forward, self.backward_input, self.backward_weight)
+        )
+        slower = sum(inputs) + sum(weights), sum(weights)
+        before = self.backward_seconds, self.weight_seconds
+        first_stage = tuple(
+            part * (now / then if then else 1.0)
+            for part, now, then in zip(self.first_stage, slower, before, strict=True)
+        )
+        return self._replace(
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            first_stage=(first_stage[0], first_stage[1]),
+            forward_seconds=sum(forward),
+            input_seconds=sum(inputs),
+            weight_seconds=sum(weights),
+        )
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.input_seconds + self.weight_seconds
+
+
+class PlaceActivations(NamedTuple):
+    """What a place keeps of one sample.
+
+    saved_bytes  with what is received; `deferred_bytes`: what is kept in their place between the halves of a backward
+    temporary_bytes  of a microbatch: the most that a segment holds besides, when those behind it are freed;
+                     `first_half_bytes`: when those behind it have left what their second halves need
+    """
+
+    saved_bytes: float
+    deferred_bytes: float
+    temporary_bytes: float
+    first_half_bytes: float
+
+
+_Ranges = Sequence[tuple[int, int]]
+"""Of segments, one for each stage of a place."""
+
+
+class _Seconds(NamedTuple):
+    """Sums over the first 0, 1, … segments of a model."""
+
+    forward: list[StepTerms]
+    backward_input: list[StepTerms]
+    backward_weight: list[StepTerms]
+
+
+class _Bytes(NamedTuple):
+    """Sums over the first 0, 1, … segments of a model: what they keep until backward, and between its halves."""
+
+    saved: list[float]
+    deferred: list[float]
+
+
+class StageTable:
+    """The places of the plans of one search."""
+
+    def __init__(self, source: FactsSource, prices: Prices) -> None:
+        self._source, self._prices = source, prices
+        self._seconds: dict[tuple[object, ...], _Seconds] = {}
+        self._kept: dict[tuple[object, ...], _Bytes] = {}
+        self._temporary: dict[tuple[object, ...], list[float]] = {}
+        self._ranges: dict[tuple[object, ...], list[_Ranges]] = {}
+        self._places: dict[tuple[object, ...], tuple[PlaceCompute, ...]] = {}
+        self._activations: dict[tuple[object, ...], tuple[PlaceActivations, ...]] = {}
+
+    def of(self, plan: Plan, num_samples: float, data: GroupShape) -> tuple[PlaceCompute, ...]:
+        """By place. `data`: the ranks of dp, for batch statistics."""
+        key = (place_key(plan), num_samples, data if plan.batch_norm == SYNC else None)
+        if key not in self._places:
+            sums = self._sums(plan, num_samples, data)
+            self._places[key] = tuple(_compute(sums, ranges) for ranges in self._ranges_of(plan))
+        return self._places[key]
+
+    def activations(self, plan: Plan, num_samples: float) -> tuple[PlaceActivations, ...]:
+        """By place."""
+        key = place_key(plan), num_samples
+        if key not in self._activations:
+            received = self._source.facts(plan).boundary_bytes if plan.pp > 1 else 0.0
+            kept, temporary = self._kept_bytes(plan), self._temporary_bytes(plan, num_samples)
+            self._activations[key] = tuple(
+                _activations(kept, temporary, ranges, received, num_samples) for ranges in self._ranges_of(plan)
+            )
+        return self._activations[key]
+
+    def _ranges_of(self, plan: Plan) -> list[_Ranges]:
+        """By place."""
+        key = plan.pp, plan.interleave, plan.stages
+        if key not in self._ranges:
+            blocks = self._source.stage_blocks(plan)
+            # Segment 0 is the first end, block i is segment i + 1.
+            starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
+            ranges = list(zip(starts, [*starts[1:], blocks[-1].stop + 2], strict=True))
+            self._ranges[key] = [ranges[place :: plan.pp] for place in range(plan.pp)]
+        return self._ranges[key]
+
+    def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Seconds:
+        key = (segment_key(plan), plan.pp > 1, num_samples, data if plan.batch_norm == SYNC else None)
+        if key not in self._seconds:
+            pricer = SegmentPricer(self._prices, plan, data)
+            parts = [pricer.parts(each, num_samples) for each in self._source.facts(plan).segments]
+            halves = zip(*parts, strict=True)
+            self._seconds[key] = _Seconds(*(list(itertools.accumulate(half, plus, initial=ZERO)) for half in halves))
+        return self._seconds[key]
+
+    def _temporary_bytes(self, plan: Plan, num_samples: float) -> list[float]:
+        """By segment."""
+        key = (segment_key(plan), plan.pp > 1, num_samples)
+        if key not in self._temporary:
+            segments = self._source.facts(plan).segments
+            self._temporary[key] = [each.most_temporary_bytes(num_samples, plan.recompute) for each in segments]
+        return self._temporary[key]
+
+    def _kept_bytes(self, plan: Plan) -> _Bytes:
+        """Of one sample."""
+        key = segment_key(plan), plan.pp > 1
+        if key not in self._kept:
+            segments = self._source.facts(plan).segments
+            copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
+            # The first segment is never on a stage with a copy.
+            deferred = [factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]
+            self._kept[key] = _Bytes(_sums([each.saved_bytes[plan.recompute] for each in segments]), _sums(deferred))
+        return self._kept[key]
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(values, initial=0.0))
+
+
+def _compute(sums: _Seconds, ranges: _Ranges) -> PlaceCompute:
+    def terms(prefix: Sequence[StepTerms]) -> StepTerms:
+        each = [minus(prefix[b], prefix[a]) for a, b in ranges]
+        return each[0] if len(each) == 1 else add_terms(*each)
+
+    begin, stop = ranges[0]
+    input_half, weight_half = (
+        sum(prefix[stop]) - sum(prefix[begin]) for prefix in (sums.backward_input, sums.backward_weight)
+    )
+    forward, backward_input, backward_weight = map(terms, sums)
+    return PlaceCompute(
+        forward,
+        backward_input,
+        backward_weight,
+        first_stage=(input_half + weight_half, weight_half),
+        num_segments=sum(b - a for a, b in ranges),
+        forward_seconds=sum(forward),
+        input_seconds=sum(backward_input),
+        weight_seconds=sum(backward_weight),
+    )
+
+
+def _activations(
+    kept: _Bytes, temporaries: Sequence[float], ranges: _Ranges, received: float, num_samples: float
+) -> PlaceActivations:
+    """`received`: bytes of a sample."""
+
+    def total(prefix: Sequence[float]) -> float:
+        return sum(prefix[b] - prefix[a] for a, b in ranges)
+
+    running = [(index, b) for a, b in ranges for index in range(a, b)]
+    temporary = [temporaries[index] - (kept.saved[b] - kept.saved[index + 1]) * num_samples for index, b in running]
+    deferred_behind = [(kept.deferred[b] - kept.deferred[index + 1]) * num_samples for index, b in running]
+    return PlaceActivations(
+        saved_bytes=total(kept.saved) + received * sum(begin > 0 for begin, _ in ranges),
+        deferred_bytes=total(kept.deferred),
+        temporary_bytes=max(temporary),
+        first_half_bytes=max(map(operator.add, temporary, deferred_behind)),
+    )

@@ -1,0 +1,315 @@
+"""Answer: from a question to a decision.
+
+    baselines → search → single layers → simulation → choice → reasons
+
+change  of one field, the mesh filled up with data ranks; of the memory of a device; of the number of devices
+Law: the answer has what the ask pins, fits, and is not slower than any baseline that has and does both.
+Law: every plan that a change leads to fits, and a refusal names its bytes by category.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from fourfold.plan.ask import Ask
+from fourfold.plan.plan import Plan
+from fourfold.planner.predict.estimate import ESTIMATE_ERROR
+from fourfold.planner.predict.prediction import MemoryParts, Prediction
+from fourfold.planner.search.baselines import fitting, price_baselines
+from fourfold.planner.search.choice import choose, simplicity
+from fourfold.planner.search.decision import Change, Decision, Refused
+from fourfold.planner.search.layers import NO_DIMS, Chain, search_layers
+from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.search import Found, first_fitting, search
+from fourfold.planner.search.space import CHOICES, Space, divisors
+from fourfold.planner.search.step_pricing import Pricing
+from fourfold.words.errors import PlanError, Problem
+from fourfold.words.mesh import AXES
+from fourfold.words.units import format_bytes, write_bytes
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+MAX_REFUSED = 5  # plans that are explained
+DEVICE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MEMORY_DIGITS = 7  # binary ones, to which the memory that would do is rounded up: less than 2 %
+
+
+def explain_refused(
+    too_large: Sequence[Prediction], ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, best: float
+) -> tuple[Refused, ...]:
+    """The fastest plans that do not fit, one of each mesh, if they would be faster than the answer."""
+    by_mesh: dict[object, Prediction] = {}
+    for each in sorted(too_large, key=lambda each: each.seconds):
+        if each.seconds < best:
+            by_mesh.setdefault(each.plan.mesh, each)
+    fastest = list(by_mesh.values())[:MAX_REFUSED]
+    return tuple(explain(Refused(each.plan, limit_bytes, (), each), ask, space, pricing) for each in fastest)
+
+
+def explain(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Refused:
+    """The same refusal with the nearest changes; without any, if memory is not what is wrong."""
+    if refused.prediction is None or not refused.excess_bytes:
+        return refused
+    changes = [_field_change(refused, ask, space, pricing), memory_change(refused.prediction)]
+    changes.append(_devices_change(refused, pricing, space.num_devices))
+    return dataclasses.replace(refused, changes=tuple(change for change in changes if change is not None))
+
+
+def memory_problem(memory: MemoryParts, limit_bytes: float, attempt: str = "") -> Problem:
+    """What a rank would hold, by category, the largest first, against what it may."""
+    parts = sorted(zip(memory._fields, memory, strict=True), key=lambda part: -part[1])
+    listing = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
+    got = f"{format_bytes(memory.total)} of a rank: {listing}"
+    return Problem(got, f"at most {format_bytes(limit_bytes)}", attempt)
+
+
+def memory_change(prediction: Prediction) -> Change:
+    """The memory of a device with which a plan would fit."""
+    needed = math.ceil(prediction.memory.total)
+    unit = 2 ** max(0, needed.bit_length() - MEMORY_DIGITS)
+    return Change("memory", -(-needed // unit) * unit)
+
+
+def _field_change(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Change | None:
+    """Of the changes of one open field with which the plan fits, the one that leaves it fastest."""
+    timed = [
+        (terms.total, name, value, plan)
+        for name, value, plan in _neighbours(refused.plan, ask, space)
+        if (terms := _priced(pricing.terms, plan)) is not None
+    ]
+    # What a rank holds is long to count: the fastest first, until one fits.
+    for _, name, value, plan in sorted(timed, key=lambda each: each[0]):
+        found = _priced(pricing.estimate, plan)
+        if found is not None and found.memory.total <= refused.limit_bytes:
+            return Change(name, value, found)
+    return None
+
+
+def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, Plan]]:
+    """The plans that differ in one open field, and in the data ranks that are left for it."""
+    fields = dataclasses.asdict(plan)
+    for name, choices in CHOICES.items():
+        if name == "dp" or not ask.is_open(name):
+            continue
+        for value in choices(space, fields):
+            changed = {**fields, name: value}
+            inner = math.prod(changed[axis] for axis in AXES if axis != "dp")
+            if value == fields[name] or space.num_devices % inner:
+                continue
+            try:
+                changed_plan = Plan.from_dict({**changed, "dp": space.num_devices // inner})
+            except PlanError:
+                continue  # such as ulysses that no longer divides sp: more than one field would have to change
+            is_asked = ask.pinned.get("dp", changed_plan.dp) == changed_plan.dp
+            if is_asked and not space.problems(changed_plan):
+                yield name, value, changed_plan
+
+
+def _devices_change(refused: Refused, pricing: Pricing, num_devices: int) -> Change | None:
+    """The fewest devices with which the plan fits, if more data ranks share what it splits among them."""
+    if not refused.plan.zero:
+        return None
+    for factor in DEVICE_FACTORS:
+        plan = dataclasses.replace(refused.plan, dp=refused.plan.dp * factor)
+        larger = _on_devices(pricing, num_devices * factor)
+        found = None if larger is None else _priced(larger.estimate, plan)
+        if found is not None and found.memory.total <= refused.limit_bytes:
+            return Change("devices", num_devices * factor, found)
+    return None
+
+
+def _on_devices(pricing: Pricing, num_devices: int) -> Pricing | None:
+    """None: the machine cannot have as many."""
+    try:
+        return pricing.on_devices(num_devices)
+    except PlanError:
+        return None
+
+
+def _priced(price: Callable[[Plan], _T], plan: Plan) -> _T | None:
+    """None: the model cannot be laid out so."""
+    try:
+        return price(plan)
+    except PlanError:
+        return None
+
+
+# ---- nothing fits ----------------------------------------------------------------------------------
+
+
+def nothing_fits(
+    too_large: Sequence[Prediction], ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float
+) -> list[Problem]:
+    """The plan that holds least, and the least memory, devices or field with which something would fit."""
+    leanest = min(too_large, key=lambda each: each.memory.total)
+    changes = [memory_change(leanest)]
+    for factor in DEVICE_FACTORS:
+        more = space._replace(num_devices=space.num_devices * factor)
+        larger = _on_devices(pricing, more.num_devices)
+        if larger is not None and first_fitting(ask, more, larger, limit_bytes) is not None:
+            changes.append(Change("devices", more.num_devices))
+            break
+    changes += _unpinned(ask, space, pricing, limit_bytes)
+    problem = memory_problem(leanest.memory, limit_bytes, ", or ".join(map(change_text, changes)))
+    plan = ", ".join(leanest.plan.to_toml().splitlines()[1:])
+    return [problem._replace(got=f"no plan fits; the one that holds least ({plan or 'one device'}): {problem.got}")]
+
+
+def _unpinned(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> Iterator[Change]:
+    """The pinned fields, each of which alone stands in the way: with another value something fits."""
+    for name in ask.pinned:
+        if name in CHOICES:
+            freed = Ask(**{**dict.fromkeys(ask.requested, "auto"), **ask.pinned, name: "auto"})
+            plan = first_fitting(freed, space, pricing, limit_bytes)
+            if plan is not None:
+                yield Change(name, getattr(plan, name))
+
+
+def change_text(change: Change) -> str:
+    """A change as a user writes it in an ask."""
+    if change.field == "memory" and isinstance(change.value, int):
+        return f"memory = {write_bytes(change.value)}"
+    return f"{change.field} = {change.value}"
+
+
+# ---- the time-memory front -----------------------------------------------------------------------------------------
+
+
+def time_memory_front(estimated: Iterable[Prediction]) -> tuple[Prediction, ...]:
+    """The front, fastest first; of plans that are equal in both, the simplest."""
+    front: list[Prediction] = []
+    ordered = sorted(estimated, key=lambda each: (each.seconds, each.memory.total))
+    for each in ordered:
+        if not front or each.memory.total < front[-1].memory.total:
+            front.append(each)
+        elif (each.seconds, each.memory.total) == (front[-1].seconds, front[-1].memory.total):
+            front[-1] = min(front[-1], each, key=lambda each: simplicity(each.plan))
+    return tuple(front)
+
+
+# ---- answer --------------------------------------------------------------------------------------------------------
+
+
+PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
+
+
+class Question(NamedTuple):
+    """What `decide_among` needs.
+
+    limit_bytes  what a rank may hold
+    dims         that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`
+    error        of a prediction
+    deadline     of `time.monotonic`: the search ends with what it has by then
+    """
+
+    ask: Ask
+    space: Space
+    pricing: Pricing
+    limit_bytes: float
+    dims: Mapping[str, bool] = NO_DIMS
+    error: float = PREDICTION_ERROR
+    deadline: float = math.inf
+
+
+def decide_among(question: Question, progress: Progress | None = None) -> Decision:
+    """The answer among all plans of the space. Raises PlanError if none is legal, or none fits."""
+    ask, space, pricing, limit = question[:4]
+    progress = progress or Progress()
+    baselines = price_baselines(ask, space, pricing, limit_bytes=limit, progress=progress)
+    priced = list(fitting(baselines))
+    found = _search(question, priced, progress)
+    if not found.kept and not priced:
+        raise PlanError(_why_nothing(found, question), where="the ask")
+    kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
+    cutoff = min(each.seconds for each in kept) * _margin(question)
+    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff, progress=progress)
+    if not choice.ranked:
+        problems = [problem for each in kept for problem in pricing.problems(each.plan)]
+        raise PlanError(problems or Problem("no plan whose program fits"), where="the ask")
+    progress.begin("saying why")
+    simulated = {each.plan: each for each in choice.ranked}
+    refused = explain_refused(
+        found.too_large, ask, space, pricing, limit_bytes=limit, best=min(each.seconds for each in kept)
+    )
+    return Decision(
+        choice.ranked,
+        {name: _final(each, simulated, question) for name, each in baselines.items()},
+        refused,
+        time_memory_front([*found.front, *kept]),
+        question.error,
+        choice.bound,
+        found.num_estimated,
+        num_unseen=found.num_unseen,
+    )
+
+
+def _search(question: Question, priced: list[Prediction], progress: Progress) -> Found:
+    """The search within hosts, and beyond them if nothing fits."""
+    ask, space, pricing, limit = question[:4]
+    best = min((each.seconds for each in priced), default=float("inf"))
+    margin = _margin(question)
+    found = search(
+        ask, space, pricing, limit_bytes=limit, margin=margin, best=best, progress=progress, deadline=question.deadline
+    )
+    if found.kept or priced or not ask.is_open("tp"):
+        return found
+    across_hosts = space._replace(devices_per_host=None)
+    beyond = search(ask, across_hosts, pricing, limit_bytes=limit, margin=margin, progress=progress)
+    return beyond if beyond.kept else found
+
+
+def _margin(question: Question) -> float:
+    """Of estimates: the fastest plan is within the error of an estimate, and those equal to it within both."""
+    return (1 + question.error) * (1 + ESTIMATE_ERROR)
+
+
+def _with_single_layers(kept: list[Prediction], question: Question) -> list[Prediction]:
+    """The plans that are kept, and those that moves of single layers make of them, where layers differ."""
+    if question.space.has_equal_blocks and not question.dims:
+        return kept
+    best = sorted(kept, key=lambda each: each.seconds)
+    by_mesh = list({each.plan.mesh: each for each in reversed(best)}.values())
+    starts = sorted(by_mesh, key=lambda each: each.seconds)[:3]
+    chain = Chain(question.ask, question.space, question.pricing, question.limit_bytes, question.dims)
+    return _distinct([*kept, *search_layers(starts, chain)])
+
+
+def _distinct(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """One of each plan."""
+    return list({each.plan: each for each in predictions}.values())
+
+
+def _final(
+    each: Prediction | Refused, simulated: Mapping[Plan, Prediction], question: Question
+) -> Prediction | Refused:
+    """A baseline as simulated; a refused one with the nearest changes."""
+    if isinstance(each, Refused):
+        return explain(each, question.ask, question.space, question.pricing)
+    if each.plan in simulated:
+        return simulated[each.plan]
+    refused = Refused(each.plan, question.limit_bytes, tuple(question.pricing.problems(each.plan)), each)
+    return dataclasses.replace(refused, prediction=None if refused.problems else each)
+
+
+def _why_nothing(found: Found, question: Question) -> list[Problem]:
+    ask, space, pricing, limit = question[:4]
+    if found.too_large:
+        return nothing_fits(found.too_large, ask, space, pricing, limit_bytes=limit)
+    if problems := [*_problems_of_plain(ask, space), *found.problems]:
+        by_remedy = {each.attempt or each.got: each for each in reversed(problems)}  # the first of each
+        return [each for each in problems if by_remedy.get(each.attempt or each.got) is each]
+    got = f"{space.num_devices} devices, {space.batch_size} samples in a step, {space.num_blocks} blocks"
+    need = "a mesh: data ranks that divide the samples, and at most as many places of the pipeline as blocks"
+    fitting = max(size for size in divisors(space.batch_size) if size <= space.num_devices)
+    return [Problem(got, need, f"devices = {fitting}, or fewer pinned axes")]
+
+
+def _problems_of_plain(ask: Ask, space: Space) -> Sequence[Problem]:
+    """Why what is pinned cannot be carried out with all other devices as data ranks: what one tries first."""
+    inner = math.prod(size for axis in AXES if axis != "dp" and isinstance(size := ask.pinned.get(axis), int))
+    try:
+        return space.problems(Plan.from_dict({"dp": space.num_devices // inner, **ask.pinned}))
+    except PlanError as error:
+        return error.problems

@@ -1,0 +1,344 @@
+"""Step pricing: what plans take, by the facts of a model and the prices of a machine.
+
+busy   seconds that all places of the pipeline together compute with one microbatch
+alike  plans whose facts are the same: they have the same FACTS_FIELDS
+place  of the pipeline: consecutive ranks, so whole hosts or a part of one; it computes as fast as its slowest host
+kind   places that compute equally fast
+order  of the hosts, in which their ranks are numbered
+estimate   a closed form, for the many plans of a search
+simulate   the program of one rank of each kind, for the few best
+floor      seconds that no step of a plan's group can be shorter than: the mean of what its places compute
+Law: equal segments are priced once for all plans that compute them alike.
+Law: every host is used once, and places that share a host are neighbours.
+Law: an estimate and a simulation have the same prices, so one is the other up to an error that a search measures.
+
+Source: HetPipe (Park et al., 2005.14038, §3): each stage of a pipeline has GPUs of one kind.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fourfold.plan.check import legality_problems
+from fourfold.plan.lowering import lower
+from fourfold.plan.plan import Plan
+from fourfold.planner.predict.cluster import Cluster, topology_of
+from fourfold.planner.predict.estimate import Estimator, flights_of
+from fourfold.planner.predict.facts import FactsSource, ModelFacts, SegmentFacts
+from fourfold.planner.predict.prediction import Prediction, StepTerms
+from fourfold.planner.predict.prices import Prices
+from fourfold.planner.predict.stage_seconds import stage_segments
+from fourfold.planner.predict.step import predict_step
+from fourfold.planner.search.stages import Chain, Division, Segment, Submesh, best_division, division_of
+from fourfold.words.errors import Problem
+
+# ---- pricing -------------------------------------------------------------------------------------------------------
+
+
+class Pricing(Protocol):
+    """What plans take on a machine. Everything but `problems` raises PlanError for a plan that the model refuses."""
+
+    def on_devices(self, num_devices: int) -> "Pricing":
+        """The same machine with so many devices. Raises PlanError if it cannot have as many."""
+        ...
+
+    def floor(self, plan: Plan) -> float:
+        """Whatever the schedule, zero, shard and update of the plan are."""
+        ...
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        """Why the plan cannot be carried out."""
+        ...
+
+    def stage_blocks(self, plan: Plan) -> Sequence[range]:
+        """By stage: the blocks that it computes."""
+        ...
+
+    def balance(self, plan: Plan) -> float:
+        """What the places of the pipeline compute in the mean, over what the busiest one computes."""
+        ...
+
+    def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
+        """Values of `stages` that are better for the plan than its own, if it has several stages."""
+        ...
+
+    def terms(self, plan: Plan) -> StepTerms:
+        """Of its estimate: what a rank holds takes longer to find out."""
+        ...
+
+    def estimate(self, plan: Plan) -> Prediction: ...
+
+    def simulate(self, plan: Plan) -> Prediction: ...
+
+    def slowdown(self) -> float:
+        """By what computing is slower while a rank communicates: an estimate may contain it, a floor does not."""
+        ...
+
+
+# ---- unequal hosts -------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """The places of a pipeline.
+
+    kinds   with their speeds, fastest first; with equal hosts there is one
+    order   by place: its kind, where hosts have several places each; None: any order will do
+    """
+
+    kinds: tuple[Submesh, ...]
+    order: tuple[int, ...] | None = None
+
+    @property
+    def num_places(self) -> int:
+        return sum(kind.num_places for kind in self.kinds)
+
+    @property
+    def total_speed(self) -> float:
+        """Of all places together."""
+        return sum(kind.num_places * kind.speed for kind in self.kinds)
+
+
+def places_of(cluster: Cluster, num_places: int) -> Places:
+    """The places into which a cluster is divided: hosts that are alike are together, the fastest first."""
+    speeds = sorted(cluster.host_speeds or [1.0] * cluster.hosts, reverse=True)
+    size, per_host = cluster.num_devices // num_places, cluster.devices_per_host
+    if size % per_host == 0:
+        count = size // per_host
+        of_places = [speeds[(place + 1) * count - 1] for place in range(num_places)]
+    elif per_host % size == 0:
+        of_places = [speed for speed in speeds for _ in range(per_host // size)]
+    else:  # places lie across the borders of hosts, and each may have ranks on a slow one
+        of_places = [speeds[-1]] * num_places
+    kinds = sorted(set(of_places), reverse=True)
+    order = tuple(kinds.index(speed) for speed in of_places) if size < per_host else None
+    return Places(tuple(Submesh(of_places.count(speed), speed) for speed in kinds), order)
+
+
+def assign(places: Places, seconds: Sequence[float], microbatches: int) -> tuple[int, ...]:
+    """By place: its kind, so that the step is shortest. `seconds`: what each place computes, at speed 1."""
+    if places.order is not None or len(places.kinds) == 1:
+        return places.order or (0,) * places.num_places
+    # A chain of as many blocks as places has one division; only the kinds are open.
+    nothing = Segment(0.0)
+    found = best_division(
+        Chain(nothing, tuple(map(Segment, seconds)), nothing),
+        places.kinds,
+        microbatches=microbatches,
+        in_flight=[1] * len(seconds),
+    )
+    assert found is not None
+    return found.submeshes
+
+
+def host_order(cluster: Cluster, kinds: Sequence[int]) -> tuple[int, ...]:
+    """The hosts, by index, in the order of their ranks. `kinds`: of the places, in their order."""
+    fastest_first = sorted(range(cluster.hosts), key=lambda host: -cluster.host_speeds[host])
+    if cluster.hosts % len(kinds):  # hosts have several places each, or places lie across their borders
+        return tuple(fastest_first)
+    count = cluster.hosts // len(kinds)
+    ranked = sorted(range(len(kinds)), key=lambda place: kinds[place])
+    of_place = {place: fastest_first[number * count : (number + 1) * count] for number, place in enumerate(ranked)}
+    return tuple(host for place in range(len(kinds)) for host in of_place[place])
+
+
+# ---- step pricing --------------------------------------------------------------------------------------------------
+
+
+FACTS_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "dims", "precision")
+WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
+WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
+
+
+class _Counted(NamedTuple):
+    """A segment, and how many there are that compute the same."""
+
+    segment: SegmentFacts
+    number: int
+
+
+class StepPricing:
+    """The `Pricing` of a task on all devices of a cluster."""
+
+    def __init__(self, source: FactsSource, prices: Prices, cluster: Cluster) -> None:
+        self._source, self._prices, self._cluster = source, prices, cluster
+        self._topology = topology_of(cluster, cluster.num_devices)
+        self._estimator = Estimator(source, prices, self._topology)
+        self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
+        self._busy: dict[tuple[Any, ...], float] = {}
+        self._seconds_of: dict[tuple[Any, ...], tuple[float, ...]] = {}
+        self._places_of: dict[int, Places] = {}
+        self._kinds_of: dict[tuple[tuple[float, ...], int], tuple[int, ...]] = {}
+        self._segment_seconds: dict[tuple[Any, ...], float] = {}
+        self._elements_of: dict[tuple[Any, ...], list[int]] = {}
+
+    def on_devices(self, num_devices: int) -> "StepPricing":
+        return StepPricing(self._source, self._prices, self._cluster.resized(num_devices))
+
+    def slowdown(self) -> float:
+        return self._prices.slowdown()
+
+    def floor(self, plan: Plan) -> float:
+        samples = self._samples(plan)
+        alike = _alike(plan)
+        key = (*alike, plan.recompute, samples)
+        if key not in self._busy:
+            if alike not in self._distinct:
+                self._distinct[alike] = _count_distinct(self._source.facts(plan))
+            self._busy[key] = sum(
+                each.number * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
+            )
+        return plan.microbatches * self._busy[key] / self._places(plan.pp).total_speed
+
+    def _samples(self, plan: Plan) -> float:
+        """Of a microbatch on a data rank, in the mean."""
+        return self._source.batch_size / plan.dp / plan.microbatches
+
+    def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
+        """Forward and backward of one microbatch."""
+        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.sp, samples)
+        if key not in self._segment_seconds:
+            priced = self._prices.segment(segment, plan, samples)
+            self._segment_seconds[key] = priced.forward + priced.backward
+        return self._segment_seconds[key]
+
+    def problems(self, plan: Plan) -> list[Problem]:
+        return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
+
+    def terms(self, plan: Plan) -> StepTerms:
+        return self._estimator.terms(plan, self._speeds(plan))
+
+    def estimate(self, plan: Plan) -> Prediction:
+        return _with_reserve(self._estimator.estimate(plan, self._speeds(plan)), self._cluster.reserve_bytes)
+
+    def simulate(self, plan: Plan) -> Prediction:
+        blueprint = lower(plan, self._source.specs(plan), self._topology, self._source.update_spec)
+        reserve, speeds = self._cluster.reserve_bytes, self._speeds(plan)
+        return predict_step(blueprint, self._source, self._prices, reserve_bytes=reserve, speeds=speeds)
+
+    # ---- unequal hosts -----------------------------------------------------------------------------
+
+    def host_order(self, plan: Plan) -> tuple[int, ...]:
+        """The hosts in the order of their ranks, for which the plan is priced; empty: they are equal."""
+        return host_order(self._cluster, self._kinds(plan)) if self._cluster.host_speeds else ()
+
+    def _speeds(self, plan: Plan) -> tuple[float, ...]:
+        """By place; empty: equal hosts."""
+        places = self._places(plan.pp)
+        return tuple(places.kinds[kind].speed for kind in self._kinds(plan)) if self._cluster.host_speeds else ()
+
+    def _kinds(self, plan: Plan) -> tuple[int, ...]:
+        key = (self._place_seconds(plan), plan.microbatches)
+        if key not in self._kinds_of:
+            self._kinds_of[key] = assign(self._places(plan.pp), *key)
+        return self._kinds_of[key]
+
+    def _places(self, num_places: int) -> Places:
+        if num_places not in self._places_of:
+            self._places_of[num_places] = places_of(self._cluster, num_places)
+        return self._places_of[num_places]
+
+    def _place_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """By place: what it computes of a microbatch, at speed 1."""
+        samples = self._samples(plan)
+        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+        if key not in self._seconds_of:
+            facts, seconds = self._source.facts(plan), [0.0] * plan.pp
+            for stage, blocks in enumerate(self.stage_blocks(plan)):
+                segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
+                seconds[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
+            self._seconds_of[key] = tuple(seconds)
+        return self._seconds_of[key]
+
+    # ---- stages ------------------------------------------------------------------------------------
+
+    def stage_blocks(self, plan: Plan) -> Sequence[range]:
+        return self._source.stage_blocks(plan)
+
+    def balance(self, plan: Plan) -> float:
+        places, seconds = self._places(plan.pp), self._place_seconds(plan)
+        slowest = max(each / places.kinds[kind].speed for each, kind in zip(seconds, self._kinds(plan), strict=True))
+        return sum(seconds) / places.total_speed / slowest
+
+    def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
+        """The best division by the estimate's own bytes, unless that of the plan is as good."""
+        places = self._places(plan.pp)
+        if plan.interleave > 1 and len(places.kinds) > 1:
+            return []  # a place has stages at several positions of the chain
+        predicted, stops = self.estimate(plan), [blocks.stop for blocks in self.stage_blocks(plan)]
+        chain, memory = self._chain(plan, predicted), predicted.memory
+        own = division_of(chain, stops, [places.kinds[kind].speed for kind in self._kinds(plan)] * plan.interleave)
+        fits, has_memory = memory.total <= limit_bytes, plan.interleave == 1
+        if fits and own.slowest <= WORTH_A_LOOK * _least_slowest(chain, own, places):
+            return []
+        # Several stages of a place share its memory: how much each may hold, only the estimate says.
+        room = limit_bytes - memory.buffers - memory.temporaries - memory.reserve if has_memory else math.inf
+        found = best_division(
+            chain,
+            [kind._replace(num_places=kind.num_places * plan.interleave, memory_bytes=room) for kind in places.kinds],
+            microbatches=plan.microbatches,
+            in_flight=_in_flight(plan),
+            known_seconds=own.step_seconds(plan.microbatches) * (1.0 if fits or not has_memory else WORTH_FITTING),
+            order=places.order if has_memory else None,
+        )
+        return [] if found is None or found.stops == own.stops else [found.counts]
+
+    def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
+        """The segments with their seconds, and the bytes that the estimate has for their elements."""
+        facts, samples = self._source.facts(plan), self._samples(plan)
+        elements = self._elements(plan, facts)
+        by_place = [0.0] * plan.pp
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
+        by_place[0] += elements[0]
+        by_place[-1] += elements[-1]
+        fullest = predicted.memory
+        bytes_per_element = (fullest.weights + fullest.gradients + fullest.states) / max(by_place)
+        first, *blocks, last = (
+            Segment(
+                self._seconds(each, plan, samples),
+                bytes_per_element * count,
+                each.saved_bytes[plan.recompute] * samples,
+            )
+            for each, count in zip(facts.segments, elements, strict=True)
+        )
+        crosses = self._topology.size // plan.pp >= self._cluster.devices_per_host
+        edge = self._prices.edge(facts.boundary_bytes * samples, crosses_hosts=crosses)
+        return Chain(first, tuple(blocks), last, 2 * edge)
+
+    def _elements(self, plan: Plan, facts: ModelFacts) -> list[int]:
+        """By segment: the elements of its parameters on a rank."""
+        key = _alike(plan)
+        if key not in self._elements_of:
+            counts = {spec.name: spec.num_elements for spec in self._source.specs(plan)}
+            self._elements_of[key] = [sum(counts.get(name, 0) for name in each.params) for each in facts.segments]
+        return self._elements_of[key]
+
+
+def _alike(plan: Plan) -> tuple[Any, ...]:
+    return tuple(getattr(plan, name) for name in FACTS_FIELDS)
+
+
+def _count_distinct(facts: ModelFacts) -> list[_Counted]:
+    counts: dict[tuple[Any, ...], _Counted] = {}
+    for segment in facts.segments:
+        key = (segment.operations, segment.collectives, segment.norm_channels)
+        counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
+    return list(counts.values())
+
+
+def _with_reserve(prediction: Prediction, reserve_bytes: float) -> Prediction:
+    by_stage = tuple(parts._replace(reserve=reserve_bytes) for parts in prediction.by_stage)
+    return Prediction(prediction.plan, prediction.terms, by_stage, prediction.sent_bytes)
+
+
+def _least_slowest(chain: Chain, division: Division, places: Places) -> float:
+    """What the slowest stage of any division takes at least: as much as the mean, and as the longest block."""
+    mean = division.total / len(division.stops) if len(places.kinds) == 1 else 0.0
+    return max(mean, max(block.seconds for block in chain.blocks) / places.kinds[0].speed)
+
+
+def _in_flight(plan: Plan) -> list[int]:
+    """By stage: the microbatches whose activations its place keeps."""
+    flights = flights_of(plan.schedule, plan.pipeline_spec)
+    by_place = [max(1, math.ceil(each.saved + each.deferred)) for each in flights]
+    return [by_place[stage % plan.pp] for stage in range(plan.num_stages)]

@@ -1,0 +1,106 @@
+"""Fake ranks: a tensor or sequence rank without peers: messages have their shapes and no values.
+
+Law: a fake rank computes on tensors of the shapes that a rank of the same mesh computes on, and holds as many bytes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.ring import RingOverP2P
+from fourfold.torch_kit.torch_private import is_in_backward
+from fourfold.words.layout import Change
+
+META = torch.device("meta")
+MAX_HOPS = 2
+
+
+class RecordedCollective(NamedTuple):
+    """A call of a collective. `whole_bytes`: of the tensor that is reduced or gathered."""
+
+    change: Change
+    whole_bytes: float
+    in_backward: bool
+
+
+class FakeTensorGroup:
+    """See `TensorGroup`. The first of `size` ranks; `calls` are its collectives so far."""
+
+    name, index = "fake ranks", 0
+
+    def __init__(self, size: int) -> None:
+        self.size, self.meter, self.calls = size, CommMeter(), list[RecordedCollective]()
+
+    def _record(self, change: Change, whole_bytes: float) -> None:
+        self.calls.append(RecordedCollective(change, whole_bytes, is_in_backward()))
+
+    def meet(self, call: str) -> None:
+        pass
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._record(Change.ALL_REDUCE, tensor.nbytes)
+        return tensor.contiguous()
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        reduced = self.all_reduce(tensor)
+        return lambda: reduced
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return self.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self._record(Change.ALL_GATHER, tensor.nbytes * self.size)
+        return torch.cat([tensor] * self.size, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        self._record(Change.REDUCE_SCATTER, tensor.nbytes)
+        return tensor.narrow(dim, 0, tensor.shape[dim] // self.size).contiguous()
+
+
+class FakeTensorRanks:
+    """Of a communicator, what the cut of a model needs: the first rank, to which all values are its own."""
+
+    rank = 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+
+class FakeChannel:
+    """See `P2PChannel`. One of `size` ranks, of which only this one exists: messages take memory."""
+
+    name = "fake ranks"
+
+    def __init__(self, size: int, index: int = 0) -> None:
+        self.size, self.index = size, index
+        self.meter = CommMeter()
+
+    def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
+        taken = torch.empty_like(flat)
+        self.meter.sent_bytes += flat.numel() * flat.element_size()
+        return lambda: taken
+
+    def all_gather(self, flat: Tensor) -> Tensor:
+        self.meter.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
+        return flat.new_empty(self.size, flat.numel())
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        self.meter.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
+        return torch.empty_like(parts)
+
+
+class TruncatedRing(RingOverP2P):
+    """A ring whose iteration ends after `MAX_HOPS` hops: further ones hold no more."""
+
+    def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)

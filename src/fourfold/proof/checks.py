@@ -1,0 +1,175 @@
+"""Proof: on the first batch, before a weight changes, that the laid-out model computes what one device would.
+
+check    a question that a batch answers, such as whether the tensor ranks together compute what the whole model does
+report   what one rank has found, as JSON; all ranks judge the reports of all
+learned  what a check has shown, as JSON. It is kept with the state of a run: one that goes on with the same model,
+         code, plan, packages and kind of batch takes it over and computes nothing
+Law: TaskError is raised on every rank or on none. An exception of a rank's own model is raised on that rank, and a
+TaskError on the others.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from fourfold.comm.communicator import Communicator
+from fourfold.environment.standard_streams import print_stderr
+from fourfold.proof.digests.table import digest
+from fourfold.torch_kit import memory
+from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+QUIET_SECONDS = 2.0
+Report = dict[str, Any]
+Learned = Mapping[str, Any]
+
+
+class Check(Protocol):
+    """A question.
+
+    claim  what it shows, as the words behind "checking that"
+    phase  under which weights are gathered for it, where they rest split; None: they are not
+    """
+
+    claim: str
+    phase: str | None
+
+    def is_needed(self, *, training: bool) -> bool:
+        """Whether no batch has answered it yet."""
+        ...
+
+    def memory_fits(self) -> Sequence[bool]:
+        """Which ways of checking fit into this rank's memory; `inspect` gets those that fit on all."""
+        ...
+
+    def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
+        """What this rank finds. The model may be called. May raise, also what the model raises."""
+        ...
+
+    def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
+        """What the reports of all ranks show; None: nothing. Raises TaskError if the plan cannot train this.
+
+        With a true `is_weaker`, the check could not be made as it should be: a run that goes on makes it again.
+        """
+        ...
+
+    def learn(self, learned: Learned, batch: Any) -> None:
+        """Take over what `judge` has returned, here or in the run that this one goes on from."""
+        ...
+
+
+class Proof:
+    """The checks of one rank, in the order in which ranks make them.
+
+    unsharded  within `unsharded(phase)` the model has its weights; entering it is collective where they rest split
+    key        a digest of the model, its code, the plan and the kind of a batch: for what the answers hold
+    """
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        world: Communicator,
+        unsharded: Callable[[str], AbstractContextManager[None]],
+        key: Callable[[Any], int],
+    ) -> None:
+        self._checks, self._world, self._unsharded, self._key = checks, world, unsharded, key
+        self._current = ""
+        self.state: dict[str, Any] = {}
+        """What is kept: the key, and what was learned by claim."""
+        self._is_kept = False
+        """Whether the state is that of an earlier run, and has not been taken over yet."""
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what an earlier run has learned, if the next batch shows that it holds for this one."""
+        self._is_kept = bool(state)
+        self.state = dict(state or {})
+
+    def is_needed(self, *, training: bool) -> bool:
+        """Whether a batch must be checked before it is used."""
+        return any(check.is_needed(training=training) for check in self._checks)
+
+    def run(self, batch: Any, *, training: bool) -> None:
+        """Make the checks that are needed. Collective."""
+        self._take_over(batch)
+        with self._told(), memory.freed_memory_kept(self._world.device):
+            for check in self._checks:
+                if check.is_needed(training=training):
+                    self._current = check.claim
+                    self._make(check, batch, training=training)
+
+    def _take_over(self, batch: Any) -> None:
+        key = f"{digest(self._world.all_gather_json(self._key(batch))):016x}"
+        if self.state.get("key") != key:
+            self.state = {"key": key, "learned": {}}
+        elif self._is_kept:
+            for check in self._checks:
+                if (learned := self.state.get("learned", {}).get(check.claim)) is not None:
+                    check.learn(learned, batch)
+        self._is_kept = False
+
+    def _make(self, check: Check, batch: Any, *, training: bool) -> None:
+        fits = list(check.memory_fits())
+        if fits:
+            fits = list(map(all, zip(*self._world.all_gather_json(fits), strict=True)))
+        report: Report = {}
+        error: Exception | None = None
+        with contextlib.nullcontext() if check.phase is None else self._unsharded(check.phase):
+            try:
+                report = check.inspect(batch, fits, training=training)
+            except Exception as caught:  # raised below, after the other ranks have received the report
+                error = caught
+        summary = None if error is None else summarize_error(error)
+        reports = self._world.all_gather_json(report | {"error": summary})
+        if error is not None:
+            raise error
+        for rank, each in enumerate(reports):
+            if each["error"] is not None:
+                raise peer_failed(rank, each["error"])
+        learned = check.judge(reports, training=training)
+        if learned is not None:
+            learned = json.loads(json.dumps(learned))
+            if not learned.get("is_weaker", False):
+                self.state["learned"][check.claim] = learned
+            check.learn(learned, batch)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Within, the first rank says what is checked, if that takes long."""
+        timer = threading.Timer(QUIET_SECONDS, self._tell)
+        timer.daemon = True
+        if self._world.rank == 0:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell(self) -> None:
+        print_stderr(f"fourfold: before the first step: checking that {self._current}")
+
+
+def raise_problems(reports: Sequence[Report], where: str, key: str = "problems") -> None:
+    """Raise TaskError for the problems that any rank has found."""
+    problems = [Problem(*problem) for report in reports for problem in report.get(key, ())]
+    if problems:
+        raise TaskError(list(dict.fromkeys(problems)), where=where)
+
+
+def out_of_step_problem() -> Problem:
+    """What is wrong if a rank has met another one in another collective of the tensor axis."""
+    got = "tensor ranks that sum different tensors in one forward or backward"
+    return Problem(got, "a model that computes the same on each of them", "no branches by rank")
+
+
+def peer_failed(rank: int, text: str) -> TaskError:
+    """The error of the ranks that learn in a check that another rank has failed."""
+    return TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
+
+
+def summarize_error(error: Exception) -> str:
+    lines = str(error).splitlines()
+    if isinstance(error, FourfoldError):  # its first line is the number of problems
+        return "; ".join(line.strip() for line in lines[1:])
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

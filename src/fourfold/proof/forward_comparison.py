@@ -1,0 +1,343 @@
+"""Forward comparison: a few samples in one forward, against the same samples in two.
+
+full   the samples of a microbatch in one forward
+parts  the same samples in two forwards of different sizes
+state  buffers and parameters of the model and of the loss's modules
+Law: a loss that is a mean has the same value for the full samples and for the parts, each weighted by its count, and
+the state after a forward does not depend on its samples.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.model.batch import (
+    Microbatch,
+    batch_and_parts,
+    num_samples,
+    slice_samples,
+    split_microbatches,
+    unpack_batch,
+)
+from fourfold.model.fixed_random import without_randomness
+from fourfold.model.model_call import call_model, eval_mode
+from fourfold.model.objective import ForwardResult, Objective
+from fourfold.plan.batch_split import BatchSplit
+from fourfold.proof.forward_state import (
+    StateChanges,
+    differing_across_forwards,
+    moved_state,
+    preserve_state,
+    summarize_changes,
+)
+from fourfold.proof.loss_additivity import LossComparison, compare_losses
+from fourfold.proof.loss_probes import probe_loss, probe_model_loss
+from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.state_problems import (
+    forward_count_problems,
+    loss_state_problem,
+    sample_dependence_problems,
+)
+from fourfold.proof.weight_write_check import WeightWriteCheck
+from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
+from fourfold.words.errors import Problem
+
+# What a model raises that takes only a fixed number of samples.
+_SIZE_ERRORS = (RuntimeError, ValueError, IndexError)
+
+
+class DryRunForward(NamedTuple):
+    """One forward of the dry run, and what it wrote."""
+
+    result: ForwardResult | None
+    """None where the loss is not computed."""
+    part: Microbatch
+    state_changes: StateChanges
+    loss_state_changes: StateChanges
+    """What it wrote into buffers and parameters of the loss's modules."""
+    has_writes: bool
+    """Whether it wrote any state or parameter, even the value that was there already."""
+    rewritten: Sequence[str]
+    """What it wrote with the values that were there: see `forward_state`."""
+    has_randomness: bool
+    min_itemsize: int
+    num_elements: int
+    """How many numbers its operations have computed."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.part.num_samples
+
+
+class ComparedBatch(NamedTuple):
+    """The samples that this rank has compared, and how many numbers a forward computes for each of them."""
+
+    batch: Any
+    elements_per_sample: int
+
+
+class ForwardComparison:
+    """Compares forwards on one rank. It keeps the batch of the last comparison."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        split: BatchSplit,
+        device: torch.device,
+        weight_check: WeightWriteCheck,
+    ) -> None:
+        self._model, self._objective, self._split, self._device = model, objective, split, device
+        self._weight_check = weight_check
+        self._compares_state = True
+        """Whether untrained state is compared; trained weights always are."""
+        self.compared_batch: ComparedBatch | None = None
+
+    def run(self, batch: Any, *, training: bool) -> dict[str, Any]:
+        """Run the forwards for a batch that is not empty. Returns this rank's part of the dry run's report."""
+        total = num_samples(batch)
+        size = min(total, max(2, -(-total // self._split.num_microbatches)))
+        batch = tree_map(slice_samples(batch, 0, size), lambda tensor: tensor.to(self._device))
+        # With "local", each part has batch statistics of its own, so the losses of the parts do not make up the full
+        # loss.
+        is_local = self._split.has_local_batch_norm
+        self._compares_state = training and not is_local
+        if training and (is_local or self._split.num_parts == 1):
+            self._forward(batch)  # only for its writes into weights, which are refused in any case
+            if self._split.num_parts == 1:
+                return {}
+        with eval_mode(self._model) if is_local or not training else contextlib.nullcontext():
+            full = self._forward(batch)
+            raw_loss = None if full.result is None else full.result.raw_loss
+            # A pair (sum, count) is not compared: it says that the loss of a part is what the user wants.
+            is_loss_compared = isinstance(raw_loss, Tensor) and (training or raw_loss.numel() == 1)
+            is_rewritten, problems = self._rewrite_problems(batch, full.rewritten) if full.rewritten else (False, [])
+            has_writes = full.has_writes or is_rewritten
+            form = {} if full.result is None else {"has_scalar": isinstance(raw_loss, Tensor) and raw_loss.dim() == 0}
+            if not is_loss_compared and not has_writes:
+                return form
+            try:
+                full, parts = self._forward_parts(batch, full)
+            except _SIZE_ERRORS:
+                if isinstance(raw_loss, Tensor) and raw_loss.numel() > 1 and not has_writes:
+                    return form  # The model takes this many samples only, and every part of a batch has as many.
+                raise
+            if full.state_changes:
+                problems = self._state_problems(batch, [*parts, full]) or problems
+            if full.loss_state_changes:
+                problems += self._loss_state_problems(batch, [*parts, full])
+        if self._is_scalar(full) and self._objective.is_compiled:
+            problems.append(
+                compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
+            )
+        report = {"problems": problems, **self._summarize(full._replace(has_writes=has_writes)), **form}
+        return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
+
+    def extend_compared(self, batch: Any, few: Any) -> None:
+        """The samples that were compared were shortened ones of a batch: from now on those of the batch count."""
+        if self.compared_batch is not None:
+            samples, elements = num_samples(self.compared_batch.batch), self.compared_batch.elements_per_sample
+            ratio = sum(t.numel() for t in tree_leaves(batch)) / sum(t.numel() for t in tree_leaves(few))
+            whole = tree_map(slice_samples(batch, 0, samples), lambda tensor: tensor.to(self._device))
+            self.compared_batch = ComparedBatch(whole, math.ceil(elements * ratio))
+
+    def _is_scalar(self, forward: DryRunForward) -> bool:
+        return forward.result is not None and self._objective.is_scalar(forward.result.raw_loss, forward.num_samples)
+
+    def _summarize(self, full: DryRunForward) -> dict[str, Any]:
+        return {
+            "has_writes": self._compares_state and full.has_writes,
+            "is_shape_1_scalar": self._objective.is_shape_1_scalar,
+            "uses_counts": self._objective.uses_counts,
+            "state_changes": summarize_changes(full.state_changes),
+        }
+
+    # ---- forwards -----------------------------------------------------------------------------------
+
+    def _forward_parts(self, batch: Any, full: DryRunForward) -> tuple[DryRunForward, list[DryRunForward]]:
+        """The forward of the full samples, and those of two parts. A single sample is taken twice to make parts."""
+        full_batch, parts = batch_and_parts(batch)
+        if full.num_samples > 1:
+            try:
+                return full, [self._forward(part) for part in parts]
+            except _SIZE_ERRORS:
+                return self._forward_repeated_halves(batch, full)
+        try:
+            return self._forward(full_batch), [full, full]
+        except _SIZE_ERRORS:
+            # The model takes one sample at a time, so every part of a batch has one.
+            return full, [full]
+
+    def _forward_repeated_halves(self, batch: Any, full: DryRunForward) -> tuple[DryRunForward, list[DryRunForward]]:
+        """The same for a model that takes a fixed number of samples: each part is one half of them, taken twice."""
+        half = full.num_samples // 2
+        if full.num_samples % 2:
+            batch = slice_samples(batch, 0, 2 * half)
+            full = self._forward(batch)
+        halves_twice = (
+            tree_map(slice_samples(batch, start, start + half), lambda tensor: torch.cat([tensor, tensor]))
+            for start in (0, half)
+        )
+        forwards = [self._forward(twice) for twice in halves_twice]
+        return full, [each._replace(part=each.part._replace(num_samples=half)) for each in forwards]
+
+    def _forward(self, batch: Any, *, num_forwards: int = 1) -> DryRunForward:
+        part = Microbatch(*unpack_batch(batch), num_samples(batch), 0)
+        modules, check = self._objective.loss_modules(self._model), self._weight_check
+        # With autograd on, as in a step: a model may differentiate within forward.
+        with (
+            preserve_state(modules) as loss_state,
+            preserve_state(self._model, not_restored=check.not_restored, counts_renorms=check.counts_renorms) as state,
+        ):
+            with self._objective.force_eager(self._model), without_randomness(self._device) as mode:
+                results = [self._forward_loss(part) for _ in range(num_forwards)]
+            check.observe(state.write_tracker)
+            changes = state.changes()
+            has_writes = bool(changes or state.write_tracker.written)
+            if not self._compares_state:
+                changes = {name: value for name, value in changes.items() if name in check.trained_names}
+            loss_changes = loss_state.changes() if self._compares_state else {}
+            return DryRunForward(
+                results[-1],
+                part,
+                changes,
+                loss_changes,
+                has_writes or bool(loss_changes),
+                state.rewritten() if self._compares_state else (),
+                mode.has_randomness,
+                mode.min_itemsize,
+                mode.num_elements,
+            )
+
+    def _forward_loss(self, part: Microbatch) -> ForwardResult | None:
+        # Copies: a model may write into its inputs, or differentiate by them.
+        part = part._replace(
+            inputs=tree_map(part.inputs, detached_clone), targets=tree_map(part.targets, detached_clone)
+        )
+        if self._split.num_token_shards == 1:
+            return self._objective.dry_run(self._model, part)
+        call_model(self._model, part.inputs)
+        return None
+
+    # ---- comparison ---------------------------------------------------------------------------------
+
+    def _compare_losses(self, batch: Any, full: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
+        forwards = (full, *parts)
+        full_result, *part_results = [forward.result for forward in forwards if forward.result is not None]
+        outputs = [
+            leaf.detach()
+            for result in (full_result, *part_results)
+            for leaf in tree_leaves(result.outputs)
+            if leaf.is_floating_point()
+        ]
+        comparison = compare_losses(
+            full_result,
+            part_results,
+            part_sizes=[forward.num_samples for forward in parts],
+            min_itemsize=min(forward.min_itemsize for forward in forwards),
+            max_output=max(map(_max_finite, outputs), default=0.0),
+        )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
+        # With a single part, the model takes one sample at a time.
+        if comparison.is_comparable and not comparison.has_randomness and len(parts) > 1:
+            self.compared_batch = ComparedBatch(batch, -(-full.num_elements // full.num_samples))
+        if not comparison.is_comparable or comparison.problem is not None or not self._is_scalar(full):
+            return comparison
+        if comparison.is_torch_mean:
+            return comparison
+        return self._probe_loss(full, full_result, comparison, _of_samples(full, parts))
+
+    def _probe_loss(
+        self, full: DryRunForward, result: ForwardResult, comparison: LossComparison, of_samples: Sequence[bool]
+    ) -> LossComparison:
+        """The comparison of a hand-made scalar loss, or of a probe in which it is no mean."""
+
+        def hidden(outputs: Any) -> Any:  # outputs without samples get a dim of 1, which no probe changes or cuts
+            flags = iter(of_samples)
+            return tree_map(outputs, lambda tensor: tensor if next(flags) else tensor[None])
+
+        def compute(outputs: Any, targets: Any, samples: int) -> ForwardResult:
+            flags = iter(of_samples)
+            shown = tree_map(outputs, lambda tensor: tensor if next(flags) else tensor[0])
+            given = self._objective.loss_of_outputs(shown, Microbatch(None, targets, samples, 0))
+            return given._replace(outputs=hidden(given.outputs))
+
+        part, means = full.part, [call.name for call in result.calls]
+        modules = self._objective.loss_modules(self._model)
+        with self._objective.trying(), preserve_module(modules), preserve_state(modules):
+            if not self._objective.is_model_loss:
+                probed = probe_loss(
+                    compute, result._replace(outputs=hidden(result.outputs)), part.targets, part.num_samples
+                )
+            elif not comparison.has_randomness:
+                probed = probe_model_loss(self._compute_model_loss, part.inputs, part.num_samples, means=means)
+            else:
+                return comparison
+        return probed.fault or comparison._replace(is_mixed=comparison.is_mixed or probed.is_mixed)
+
+    def _compute_model_loss(self, _: Any, inputs: Any, samples: int) -> ForwardResult:
+        result = self._forward(inputs).result
+        assert result is not None, samples
+        return result
+
+    def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
+        """What is wrong with the model state that these forwards have changed."""
+        trained = self._weight_check.trained_names
+        if names := differing_across_forwards([forward.state_changes for forward in forwards]):
+            return sample_dependence_problems(names, self._split.num_parts, trained)
+        if self._split.num_microbatches == 1:
+            return []
+        after_two = self._forward(batch, num_forwards=2).state_changes
+        names = differing_across_forwards([forwards[-1].state_changes, after_two])
+        return forward_count_problems(names, self._split.num_microbatches, trained)
+
+    def _rewrite_problems(self, batch: Any, names: Sequence[str]) -> tuple[bool, list[Problem]]:
+        """Whether a forward changes this state where it begins with other values, and what is wrong with that."""
+        is_changed, problems = False, list[Problem]()
+        # Not the errors of a model that cannot begin with other values; what it has shown before is not lost.
+        with contextlib.suppress(Exception), moved_state(self._model, names):
+            full = self._forward(batch)
+            is_changed = bool(full.state_changes)
+            if is_changed:
+                full, parts = self._forward_parts(batch, full)
+                problems = self._state_problems(batch, [*parts, full])
+        return is_changed, problems
+
+    def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
+        """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""
+        after_two = self._forward(batch, num_forwards=2).loss_state_changes
+        names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
+        return [loss_state_problem(names, self._split.num_parts)] if names else []
+
+
+def _of_samples(full: DryRunForward, parts: Sequence[DryRunForward]) -> list[bool]:
+    """For each output, whether it has a row for each sample: others are as long for fewer samples."""
+    columns = [list(tree_leaves(each.result.outputs)) for each in (full, *parts) if each.result is not None]
+    sizes = [num_samples((each.part.inputs, each.part.targets)) for each in (full, *parts)]
+    if len({len(column) for column in columns}) > 1:  # a list with a tensor for each sample
+        return [True] * len(columns[0])
+    others = [column for column, size in zip(columns, sizes, strict=True) if size != sizes[0]]
+    return [
+        not leaf.dim() or not any(column[index].shape == leaf.shape for column in others)
+        for index, leaf in enumerate(columns[0])
+    ]
+
+
+def first_sample(batch: Any, device: torch.device) -> Microbatch:
+    """A copy of it, for forwards of ranks without samples."""
+    return split_microbatches(tree_map(slice_samples(batch, 0, 1), torch.clone), 1, device)[0]
+
+
+def compiled_problem(what: str, num_parts: int, attempt: str) -> Problem:
+    """What is wrong with a mean that compiled code computes, if the batch is split into parts."""
+    got = f"{what}, and a batch that is split into {num_parts} parts"
+    need = "uncompiled calls of loss functions: Fourfold counts their targets, to weight the parts"
+    return Problem(got, need, f"{attempt}; or a loss that returns unreduced values, or a pair (sum, count)")
+
+
+def _max_finite(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

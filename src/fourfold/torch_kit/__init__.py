@@ -1,0 +1,1 @@
+"""Tools on torch: its private parts, memory, deferred weights, recomputation, deferred gradients."""

@@ -1,0 +1,113 @@
+"""Gradient hooks: ours run after all post-accumulate hooks of the user.
+
+Our hooks move the gradient out of `.grad`. torch runs a parameter's hooks in the order of registration, so a hook that
+the user registers after ours would find None there.
+Law: whenever a user registers a hook, it sees this rank's gradient in `.grad`, and what it writes there is used.
+"""
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from fourfold.torch_kit.param_access import untracked_access
+from fourfold.torch_kit.torch_private import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
+
+GradHook = Callable[[Tensor], None]
+
+
+class _OrderedHooks(OrderedDict[int, GradHook]):
+    """A parameter's post-accumulate hooks by handle id. The ids in `last_ids` stay behind all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_ids: list[int] = []
+
+    def __setitem__(self, key: int, hook: GradHook) -> None:
+        super().__setitem__(key, hook)
+        for last_id in self.last_ids:
+            self.move_to_back(last_id)
+
+    def move_to_back(self, key: int) -> None:
+        # Not move_to_end: it does not change the order of the underlying dict, which torch reads.
+        hook = self[key]
+        del self[key]
+        super().__setitem__(key, hook)
+
+
+def register_last_hook(parameter: Tensor, hook: GradHook) -> None:
+    """Register a post-accumulate hook that runs after those of the user, even those registered later.
+
+    Several of ours run in the order of registration.
+    """
+    earlier = post_accumulate_hooks(parameter)
+    if not isinstance(earlier, _OrderedHooks):
+        set_post_accumulate_hooks(parameter, _OrderedHooks())
+        for key in earlier or ():
+            assert earlier is not None
+            parameter.register_post_accumulate_grad_hook(_call_if_registered(earlier, key))
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks = post_accumulate_hooks(parameter)
+    assert isinstance(hooks, _OrderedHooks)
+    hooks.last_ids.append(handle.id)
+    hooks.move_to_back(handle.id)  # registering it has moved our earlier hooks behind it
+
+
+def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
+    """A hook that calls `hooks[key]` as long as it is there: its handle removes it from `hooks`."""
+
+    def call(parameter: Tensor) -> None:
+        if key in hooks:
+            hooks[key](parameter)
+
+    return call
+
+
+def has_user_hooks(parameter: Tensor) -> bool:
+    """Whether someone else has registered hooks on a parameter: they expect its gradient in backward."""
+    hooks = post_accumulate_hooks(parameter)
+    num_own = len(hooks.last_ids) if isinstance(hooks, _OrderedHooks) else 0
+    return len(hooks or ()) > num_own or bool(tensor_hooks(parameter))
+
+
+class GradSink(Protocol):
+    """Takes gradients from autograd."""
+
+    def on_grad(self, param_index: int) -> None: ...
+
+
+class GradHooks:
+    """The hooks of some parameters. They call `sink`, or nothing while it is None."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.sink: GradSink | None = None
+        """Who takes the gradients of the current backward; None outside of steps, whose backwards are the user's."""
+        for index, parameter in enumerate(parameters):
+            register_last_hook(parameter, _weak_hook(self, index))
+
+    @contextlib.contextmanager
+    def calling(self, sink: GradSink) -> Iterator[None]:
+        """Inside, the sink takes the gradients."""
+        self.sink = sink
+        try:
+            yield
+        finally:
+            self.sink = None
+
+
+def _weak_hook(hooks: GradHooks, param_index: int) -> GradHook:
+    """A hook that passes a gradient to the sink. It holds the hooks' object weakly."""
+    # The garbage collector does not traverse a parameter's hooks: with a strong reference the whole step, with its
+    # shared memory, would live as long as the process.
+    weak_hooks = weakref.ref(hooks)
+
+    def hook(_: Tensor) -> None:
+        hooks = weak_hooks()
+        if hooks is not None and hooks.sink is not None:
+            with untracked_access():
+                hooks.sink.on_grad(param_index)
+
+    return hook

@@ -1,0 +1,1 @@
+"""Verify: a plan's training beside that of one device."""
