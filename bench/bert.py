@@ -1,4 +1,4 @@
-"""BERT as one rank of a tensor axis or of a sequence axis holds it: the model whose memory `sequence_memory` counts.
+"""BERT as one rank of a tensor axis or of a context axis holds it: the model whose memory `context_memory` counts.
 
 num_shards  the ranks among which weights are split, and with them heads, inner sizes and vocabulary; 1 = not split
 split       whether these ranks split the tokens too, where a layer's weights are whole

@@ -36,8 +36,8 @@ Result = TypeVar("Result")
 
 def random_plan(choose: random.Random, devices: int, batch_size: int) -> Plan | None:
     """A plan of so many devices, by powers of two; None: one that is refused."""
-    tp, sp, pp = (2 ** choose.randrange(each) for each in (5, 3, 7))
-    dp = devices // (tp * sp * pp)
+    tp, cp, pp = (2 ** choose.randrange(each) for each in (5, 3, 7))
+    dp = devices // (tp * cp * pp)
     if dp == 0 or batch_size % dp:
         return None
     local = batch_size // dp
@@ -45,7 +45,7 @@ def random_plan(choose: random.Random, devices: int, batch_size: int) -> Plan | 
     try:
         plan = Plan(
             tp=tp,
-            sp=sp,
+            cp=cp,
             pp=pp,
             dp=dp,
             microbatches=choose.choice([each for each in range(1, local + 1) if local % each == 0]),

@@ -1,4 +1,4 @@
-"""Shared reads: two ranks with sp = 2 that need the same batches, when each reads them and when one reads for both.
+"""Shared reads: two ranks with cp = 2 that need the same batches, when each reads them and when one reads for both.
 
     PYTHONPATH=src:. python -m bench.feed shared [--rounds 7] [--samples 4000] [--compute-ms 5]
 
@@ -54,7 +54,7 @@ def measure(path: str, rounds: int, seconds: float) -> list[Any]:
     torch.set_num_threads(1)
     ff.world().barrier()  # joins the ranks
     matrix, found = torch.randn(256, 256), []
-    feeds = [ff.Feed(ff.Pack(path), ff.Plan(sp=2), batch_size=BATCH, shared=shared) for shared in (False, True)]
+    feeds = [ff.Feed(ff.Pack(path), ff.Plan(cp=2), batch_size=BATCH, shared=shared) for shared in (False, True)]
     for number in range(rounds + 1):
         row = []
         for feed in feeds:

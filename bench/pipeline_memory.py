@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
-from fourfold.axes.context.work.sequence_group import SequenceGroup
 from fourfold.axes.pipeline.rules.schedules import compute_actions
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import NullRingGroup, RingOverP2P
@@ -256,16 +256,16 @@ RSA_PAPER = {
     (1, 64, 256): (3707.39, 3707.01), (2, 64, 512): (4993.43, 4670.64), (4, 64, 1024): (8175.93, 6601.88),
     (8, 64, 2048): (14862.09, 10536.38),
 }  # fmt: skip
-"""By ranks, batch and length: MB with tensor and with sequence ranks; None: it did not fit."""
+"""By ranks, batch and length: MB with tensor and with context ranks; None: it did not fit."""
 
 
 def rsa_rank(place: int, *, size: int, batch: int, length: int, is_tensor: bool) -> FakeRank:
     """The first stage: 3 of 24 blocks. 16 bytes for each weight: it and its gradient in two, 12 of states."""
     shape = BERT_LARGE._replace(positions=length)
-    axis = SequenceGroup(RingOverP2P(FakeChannel(size)), NullRingGroup(CommMeter()), "rsa")
+    axis = ContextGroup(RingOverP2P(FakeChannel(size)), NullRingGroup(CommMeter()), "rsa")
 
     def attend(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-        return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
+        return context_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
 
     shards, reach = (size, bert.math_attention) if is_tensor else (1, attend)
     blocks = [bert.Block(shape._replace(heads=16), shards, reach, split=False) for _ in range(RSA_BLOCKS)]

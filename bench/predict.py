@@ -65,8 +65,8 @@ ROWS = {
     "dp2-bf16sums": Row(TWO, {"dp": 2, "reduce_dtype": "bf16"}),
     "dp2-powersgd": Row(TWO, {"dp": 2, "codec": "powersgd"}),
     "dp2-local": Row(TWO, {"dp": 2, "sync": "local", "local_steps": LOCAL_STEPS}),
-    "sp2-zigzag": Row(TWO, {"sp": 2}),
-    "sp2-ulysses": Row(TWO, {"sp": 2, "ulysses": 2}),
+    "cp2-zigzag": Row(TWO, {"cp": 2}),
+    "cp2-ulysses": Row(TWO, {"cp": 2, "ulysses": 2}),
     "tp2": Row(TWO, {"tp": 2}, is_baseline=True),
     "pp2-gpipe": Row(TWO, {"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
     "pp2-1f1b": Row(TWO, {"pp": 2, "microbatches": 4, "schedule": "1f1b"}, is_baseline=True),
@@ -74,7 +74,7 @@ ROWS = {
     "pp2-zerobubble": Row(TWO, {"pp": 2, "microbatches": 4, "schedule": "zero-bubble"}),
     "dp2-tp2": Row(FOUR, {"dp": 2, "tp": 2}),
     "dp2-pp2": Row(FOUR, {"dp": 2, "pp": 2, "microbatches": 4}),
-    "dp2-sp2": Row(FOUR, {"dp": 2, "sp": 2}),
+    "dp2-cp2": Row(FOUR, {"dp": 2, "cp": 2}),
     "tp2-pp2": Row(FOUR, {"tp": 2, "pp": 2, "microbatches": 4}),
     "hosts-zero0": Row(HOSTS, {"dp": 2}, is_baseline=True),
     "hosts-zero3": Row(HOSTS, {"dp": 2, "zero": 3}, is_baseline=True),
@@ -148,7 +148,7 @@ def configuration(case: str, name: str) -> str:
 
 def applies(case: str, name: str) -> bool:
     """Vectors have no tokens to divide."""
-    return not (case == "mlp" and "sp" in ROWS[name].fields)
+    return not (case == "mlp" and "cp" in ROWS[name].fields)
 
 
 def num_ranks(setting: str) -> int:

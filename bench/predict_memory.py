@@ -48,7 +48,7 @@ def meshes(case: str) -> dict[str, Mapping[str, object]]:
     for sizes in itertools.product((1, 2, 4), repeat=len(AXES)):
         mesh = {axis: size for axis, size in zip(AXES, sizes, strict=True) if size > 1}
         product = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        if product != RANKS or (case == "mlp" and mesh.get("sp")):
+        if product != RANKS or (case == "mlp" and mesh.get("cp")):
             continue
         fields: dict[str, object] = dict(mesh)
         if mesh.get("pp"):

@@ -1,6 +1,6 @@
 """Predict tasks: the GPT and the MLP of `bench/models.py` as tasks, which plans of every axis can train.
 
-Law: the arithmetic is that of `bench/models.py`; positions are inputs, and heads lie together, as sp and tp need it.
+Law: the arithmetic is that of `bench/models.py`; positions are inputs, and heads lie together, as cp and tp need it.
 
     fourfold plan calibrate bench/predict_tasks.py:gpt -n 2
 """

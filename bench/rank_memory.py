@@ -32,13 +32,13 @@ PLANS: tuple[Mapping[str, Any], ...] = (
     {"precision": "bf16", "recompute": "selective"},
     {"tp": 2},
     {"tp": 2, "residual": "split", "recompute": "full"},
-    {"sp": 4},
-    {"sp": 4, "ulysses": 2},
+    {"cp": 4},
+    {"cp": 4, "ulysses": 2},
     {"pp": 2, "schedule": "gpipe", **FOUR},
     {"pp": 2, "schedule": "1f1b", "recompute": "full", **FOUR},
     {"pp": 2, "schedule": "interleaved", "interleave": 2, **FOUR},
     {"pp": 4, "schedule": "zero-bubble", "microbatches": 8},
-    {"pp": 2, "tp": 2, "sp": 2, "schedule": "1f1b", **FOUR},
+    {"pp": 2, "tp": 2, "cp": 2, "schedule": "1f1b", **FOUR},
 )
 
 
@@ -81,8 +81,8 @@ def main() -> None:
             source = TaskFacts(task)
             rows += [memory_row(name, source, fields) for fields in PLANS]
         print(format_table(rows))
-        plans = (Plan(), Plan(tp=2), Plan(sp=4))
-        rows = [["CPU seconds of facts", *("one rank", "tp=2", "sp=4")]]
+        plans = (Plan(), Plan(tp=2), Plan(cp=4))
+        rows = [["CPU seconds of facts", *("one rank", "tp=2", "cp=4")]]
         for name, task in {"lm": lm.task(), "gpt2, 96 layers": deep}.items():
             seconds_of_facts(task, plans[:1])  # imports
             rows.append([name, *(f"{each:.2f}" for each in seconds_of_facts(task, plans))])

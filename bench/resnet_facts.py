@@ -224,5 +224,5 @@ def _kept(none: float, inputs: float | None = None) -> dict[str, float]:
 def _axis_problems(plan: Plan) -> list[Problem]:
     need = "1: a convolutional network of formulas is divided over samples and layers only"
     return [
-        Problem(f"{axis} = {size}", need, f"{axis} = 1") for axis in ("sp", "tp") if (size := getattr(plan, axis)) > 1
+        Problem(f"{axis} = {size}", need, f"{axis} = 1") for axis in ("cp", "tp") if (size := getattr(plan, axis)) > 1
     ]

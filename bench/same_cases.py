@@ -37,7 +37,7 @@ TASK_OPTIONS: dict[str, tuple[Any, ...]] = {
     "reload": (False, True),
 }
 PLAN_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "sp": (1, 2, 4),
+    "cp": (1, 2, 4),
     "shard": (None, 1, 2),
     "zero": (0, 1, 2, 3),
     "microbatches": (1, 2, 3),
@@ -77,7 +77,7 @@ READ_UNDER: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def data_ranks(case: Case) -> int:
     """The length of the data axis."""
-    return case["ranks"] // case["sp"]
+    return case["ranks"] // case["cp"]
 
 
 def differing(case: Case, names: Iterable[str]) -> list[str]:
@@ -92,11 +92,11 @@ def is_legal(case: Case) -> bool:
 
 
 def _mesh(case: Case) -> bool:
-    if case["ranks"] % case["sp"] or case["sp"] % case["ulysses"]:
+    if case["ranks"] % case["cp"] or case["cp"] % case["ulysses"]:
         return False
     if case["shard"] is not None and (case["zero"] == 0 or data_ranks(case) % case["shard"]):
         return False
-    return case["ring"] == "zigzag" or case["sp"] > case["ulysses"]
+    return case["ring"] == "zigzag" or case["cp"] > case["ulysses"]
 
 
 def _fields_are_read(case: Case) -> bool:
@@ -104,7 +104,7 @@ def _fields_are_read(case: Case) -> bool:
 
 
 def _model(case: Case) -> bool:
-    if case["sp"] > 1 and case["model"] != "attention":
+    if case["cp"] > 1 and case["model"] != "attention":
         return False
     if case["model"] == "spare" and case["unused"] == "refuse":
         return False
@@ -132,7 +132,7 @@ def _update(case: Case) -> bool:
 
 
 def _local(case: Case) -> bool:
-    needs = ("offload", "precision", "sp", "zero", "codec", "unused")
+    needs = ("offload", "precision", "cp", "zero", "codec", "unused")
     return case["sync"] == "step" or (not differing(case, needs) and case["update"] != "in_forward")
 
 
@@ -149,7 +149,7 @@ def _numbers(case: Case) -> bool:
 def pairs(case: Case) -> frozenset[Pair]:
     """All pairs of a case, without fields that have no effect."""
     idle = {name for name, (other, values) in READ_UNDER.items() if case[other] not in values}
-    if case["sp"] == case["ulysses"]:
+    if case["cp"] == case["ulysses"]:
         idle.add("ring")
     values = [f"{name}={value}" for name, value in case.items() if name not in idle]
     return frozenset((a, b) for i, a in enumerate(values) for b in values[i + 1 :])

@@ -106,7 +106,7 @@ def _loop(ff: Any, case: Case, record: CaseRecord) -> None:
     build = functools.partial(ff.parallelize, same_models.model(case), same_models.LOSSES[case["loss"]])
     make = same_models.optimizer(case, ff.optim)
     step = build(make, plan, clip=case["clip"])
-    batches: list[Any] = same_models.batches(case, rank // case["sp"])
+    batches: list[Any] = same_models.batches(case, rank // case["cp"])
     if case["api"] == "feed":
         size = 2 * case["microbatches"] * data_ranks(case)
         source = same_models.Source(case, size * (STEPS + 2) + 1)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fourfold.words.mesh import AXES, Mesh
 
-MESH = Mesh(pp=2, dp=2, sp=2, tp=2)
+MESH = Mesh(pp=2, dp=2, cp=2, tp=2)
 WIDTH, HEIGHT = 960, 372
 PANEL, TOP, SIDE = 236, 60, 112
-TITLES = {"pp": "layers", "dp": "samples", "sp": "tokens of a sample", "tp": "weights of a layer"}
+TITLES = {"pp": "layers", "dp": "samples", "cp": "tokens of a sample", "tp": "weights of a layer"}
 SENT = {
     "pp": "activations, their gradients",
     "dp": "gradients of the weights",
-    "sp": "keys, values; gradients",
+    "cp": "keys, values; gradients",
     "tp": "activations, in every layer",
 }
 STYLE = """<style>
@@ -51,16 +51,16 @@ def _panels() -> Iterator[str]:
 
 def _ranks() -> Iterator[str]:
     """The ranks of the mesh: a row for each index on pp, coloured by it."""
-    yield _text(24, 242, "h", "pp 2 × dp 2 × sp 2 × tp 2 = 16 ranks")
+    yield _text(24, 242, "h", "pp 2 × dp 2 × cp 2 × tp 2 = 16 ranks")
     for rank in range(MESH.size):
         at = MESH.coordinates(rank)
-        x = 92 + at["dp"] * 430 + at["sp"] * 206 + at["tp"] * 98
+        x = 92 + at["dp"] * 430 + at["cp"] * 206 + at["tp"] * 98
         y = 276 + at["pp"] * 46
         yield _rect(x, y, 92, 36, at["pp"])
         yield _text(x + 46, y + 23, "w m", f"rank {rank}")
         if at["pp"] == 0:
-            yield _text(x + 46, 266, "s m", f"dp {at['dp']} sp {at['sp']} tp {at['tp']}")
-        if rank == MESH.peers(rank, "dp", "sp", "tp")[0]:
+            yield _text(x + 46, 266, "s m", f"dp {at['dp']} cp {at['cp']} tp {at['tp']}")
+        if rank == MESH.peers(rank, "dp", "cp", "tp")[0]:
             yield _text(24, y + 23, "s", f"pp {at['pp']}")
 
 

@@ -11,7 +11,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.sample_order import shard_range
 from fourfold.words.layout import SPLIT
 
-PLANS = ("dp=4", "dp=4 zero=3", "sp=4", "dp=2 sp=2 zero=1")
+PLANS = ("dp=4", "dp=4 zero=3", "cp=4", "dp=2 cp=2 zero=1")
 SAMPLES, TOKENS, RANKS, CELL, PART = 4, 8, 4, 20, 11
 LEFT, PANEL, TOP = 196, 196, 56
 WIDTH, HEIGHT = LEFT + PANEL * len(PLANS), 306
@@ -70,7 +70,7 @@ def _panel(text: str, x: int) -> Iterator[str]:
 def _tokens(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """The samples and tokens that a rank trains on."""
     place = plan.mesh.coordinates(rank)
-    ranges = plan.sequence_spec.token_ranges(TOKENS)[place["sp"]] if plan.sp > 1 else ((0, TOKENS),)
+    ranges = plan.context_spec.token_ranges(TOKENS)[place["cp"]] if plan.cp > 1 else ((0, TOKENS),)
     for sample in range(*shard_range(0, SAMPLES, plan.dp, place["dp"])):
         for part in ranges:
             yield from ((sample, token) for token in range(*part))

@@ -1,4 +1,4 @@
-"""Attention in one process, in plain torch: what the ranks of a sequence group must compute."""
+"""Attention in one process, in plain torch: what the ranks of a context group must compute."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.context.rules.layout import RINGS, TokenRanges, token_positions
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask
-from fourfold.axes.context.work.sequence_group import SequenceGroup
 
 TOLERANCE = 1e-12
 BATCH, LOCAL_LENGTH, HEAD_SIZE = 2, 4, 5
@@ -152,7 +152,7 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def shard_inputs(tensors: FullTensors, case: AttentionCase, ranges: TokenRanges) -> dict[str, Any]:
-    """This rank's shard of the tensors, as arguments of `sequence_attention`."""
+    """This rank's shard of the tensors, as arguments of `context_attention`."""
     mine = torch.tensor(token_positions(ranges))
     q, k, v = (tensor[:, :, mine].clone().requires_grad_() for tensor in tensors[:3])
     mask = tensors.mask
@@ -169,11 +169,11 @@ def shard_inputs(tensors: FullTensors, case: AttentionCase, ranges: TokenRanges)
     return {"q": q, "k": k, "v": v, "mask": mask, **settings}
 
 
-def run_on_axis(case: AttentionCase, tensors: FullTensors, axis: SequenceGroup) -> AttentionResult:
-    """What this rank of a sequence group computes."""
+def run_on_axis(case: AttentionCase, tensors: FullTensors, axis: ContextGroup) -> AttentionResult:
+    """What this rank of a context group computes."""
     mine = torch.tensor(token_positions(axis.local_token_ranges(case.length)))
     given = shard_inputs(tensors, case, axis.local_token_ranges(case.length))
-    out = sequence_attention(group=axis, **given)
+    out = context_attention(group=axis, **given)
     out.backward(tensors.grad_out[:, :, mine])
     return AttentionResult(out.detach(), *(given[name].grad for name in "qkv"))
 

@@ -48,7 +48,7 @@ class Case:
     precision: str = "keep"
     reduce_dtype: str = "keep"
     offload: str = "none"
-    sp: int = 1
+    cp: int = 1
     tp: int = 1
     ring: str = "zigzag"
     ulysses: int = 1
@@ -56,8 +56,8 @@ class Case:
 
     def plan(self, size: int) -> Plan:
         return Plan(
-            dp=size // (self.sp * self.tp),
-            sp=self.sp,
+            dp=size // (self.cp * self.tp),
+            cp=self.cp,
             tp=self.tp,
             ring=self.ring,
             ulysses=self.ulysses,

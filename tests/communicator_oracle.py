@@ -21,11 +21,11 @@ def meshes(max_size: int) -> list[Mesh]:
     """Every mesh of up to so many ranks."""
     lengths = range(1, max_size + 1)
     return [
-        Mesh(pp, dp, sp, tp)
+        Mesh(pp, dp, cp, tp)
         for pp in lengths
         for dp in lengths[: max_size // pp]
-        for sp in lengths[: max_size // (pp * dp)]
-        for tp in lengths[: max_size // (pp * dp * sp)]
+        for cp in lengths[: max_size // (pp * dp)]
+        for tp in lengths[: max_size // (pp * dp * cp)]
     ]
 
 

@@ -83,11 +83,11 @@ class FakePricing:
 
     def _chain(self, plan: Plan) -> Chain:
         """Per microbatch; held bytes are those of whole states."""
-        samples, ranks = self._samples(plan), plan.tp * plan.sp
+        samples, ranks = self._samples(plan), plan.tp * plan.cp
 
         def segment(row: tuple[float, float, float]) -> Segment:
             whole = len(set(self.model.dims) - set(self._split_dims(plan))) / 3
-            seconds = self.rates.call + self.rates.compute * row[0] * samples * (whole / plan.sp + (1 - whole) / ranks)
+            seconds = self.rates.call + self.rates.compute * row[0] * samples * (whole / plan.cp + (1 - whole) / ranks)
             seconds *= 1 + RECOMPUTED[plan.recompute]
             return Segment(seconds, 4 * row[1] / plan.tp, SAVED[plan.recompute] * row[2] * samples / ranks)
 
@@ -98,12 +98,12 @@ class FakePricing:
         return tuple(dims_on_axis(plan.dims)) or self.model.dims
 
     def _axes(self, plan: Plan) -> tuple[float, float]:
-        """Collectives of tensor and sequence ranks on one block, for one microbatch."""
+        """Collectives of tensor and context ranks on one block, for one microbatch."""
         samples, rates = self._samples(plan), self.rates
         tensor = rates.tensor * samples * (plan.tp > 1) * (0.9 if plan.residual == "split" else 1.0)
         dims = self.model.dims
         tensor *= sum(1 + dims.index(name) for name in self._split_dims(plan)) / len(dims) if dims else 1.0
-        ring = plan.sp // plan.ulysses
+        ring = plan.cp // plan.ulysses
         hops = rates.sequence * samples * ((ring - 1) * (1.3 if plan.ring == "gather" else 1.0) + (plan.ulysses > 1))
         return tensor, hops
 
@@ -193,7 +193,7 @@ class FakePricing:
         )
 
     def _exposed(self, plan: Plan, weights: float) -> float:
-        size = plan.dp * plan.sp
+        size = plan.dp * plan.cp
         if size == 1:
             return 0.0
         nearness = 0.5 if plan.shard is not None else 1.0

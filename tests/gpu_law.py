@@ -75,7 +75,7 @@ def laws(world: SpawnedWorld) -> Iterator[Law]:
         lambda: max(each["deviation"] for each in run(world, f"{CASES}:local_sgd_deviation", fields=local)),
         TOLERANCE,
     )
-    for fields in ({"sp": 2}, {"sp": 2, "ulysses": 2}, {"sp": 2, "ring": "plain"}, {"tp": 2}):
+    for fields in ({"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 2, "ring": "plain"}, {"tp": 2}):
         yield Law(
             f"flash attention of ranks, {fields}: losses",
             lambda f=fields: max(run(world, "tests.gpu_law:sequence_deviation", fields=f)),

@@ -52,7 +52,7 @@ PLACES = (
 )
 TINY, UNEVEN, TWELVES, SIXTEENS = (1, 9, 2), (12, 9, 13, 7), (12,) * 3, (16,) * 2
 LENGTH, ODD_LENGTH = 16, 11
-Sequence = tuple[int, str, int]  # sp, ring, ulysses
+Sequence = tuple[int, str, int]  # cp, ring, ulysses
 SEQUENCES: tuple[Sequence, ...] = (
     (1, "zigzag", 1),
     *((2, ring, 1) for ring in RINGS),
@@ -104,7 +104,7 @@ BASES = (
 
 def case_of(row: Row) -> Case:
     fields = {name: row[name] for name in row if name not in ("place", "sequence", "sync", "dtypes")}
-    fields |= dict(zip(("sp", "ring", "ulysses"), row["sequence"], strict=True))
+    fields |= dict(zip(("cp", "ring", "ulysses"), row["sequence"], strict=True))
     fields |= dict(zip(("sync", "local_steps", "outer_lr", "outer_momentum"), row["sync"], strict=True))
     fields |= dict(zip(("precision", "reduce_dtype"), row["dtypes"], strict=True))
     return Case(**fields, transport=row["place"].transport)
@@ -128,9 +128,9 @@ def is_legal(row: Row) -> bool:
 
 
 MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
-    "a mesh of another size than the world": lambda case, place: place.size % (case.sp * case.tp) > 0,
-    "a sequence axis or length for a model without tokens": lambda case, _: (
-        case.model != "lm" and (case.sp > 1 or case.length != LENGTH)
+    "a mesh of another size than the world": lambda case, place: place.size % (case.cp * case.tp) > 0,
+    "a context axis or length for a model without tokens": lambda case, _: (
+        case.model != "lm" and (case.cp > 1 or case.length != LENGTH)
     ),
     "a task with another loss than its own": lambda case, _: case.model == "digits" and case.loss != "values",
     "a batch whose targets are all ignored": lambda case, _: case.loss == "masked" and not _has_counted_targets(case),
@@ -141,16 +141,16 @@ MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
         case.model == "unused" and case.unused == "refuse"
     ),
     "a mean over unequal shards of a sequence": lambda case, _: (
-        case.loss == "scalar" and case.sp > 1 and case.length != LENGTH
+        case.loss == "scalar" and case.cp > 1 and case.length != LENGTH
     ),
-    "a sequence axis over process groups, which threads do not have": lambda case, place: (
-        case.sp > 1 and (place.kind == "group" or case.sp * case.tp > place.size // place.hosts)
+    "a context axis over process groups, which threads do not have": lambda case, place: (
+        case.cp > 1 and (place.kind == "group" or case.cp * case.tp > place.size // place.hosts)
     ),
     "a tensor axis for a model without rules": lambda case, _: case.tp > 1 and case.model not in cases.TENSOR_RULES,
     "a shard group that straddles hosts": lambda case, place: place.hosts > 1 and _straddles(case, place),
 }
 WITHOUT_ORACLE: dict[str, Callable[[Case, Place], bool]] = {
-    "the codec oracle splits batches by sample only": lambda case, _: case.codec != "none" and case.sp > 1,
+    "the codec oracle splits batches by sample only": lambda case, _: case.codec != "none" and case.cp > 1,
     "a codec with other dtypes": lambda case, _: (
         case.codec != "none" and (case.precision, case.reduce_dtype) != ("keep", "keep")
     ),
@@ -196,7 +196,7 @@ def _in_thirds(case: Case, place: Place) -> bool:
 
 
 def _straddles(case: Case, place: Place) -> bool:
-    group_size = (case.shard or place.size // (case.sp * case.tp)) * case.sp
+    group_size = (case.shard or place.size // (case.cp * case.tp)) * case.cp
     per_host = max(place.size // place.hosts // case.tp, 1)
     return case.zero > 0 and group_size % per_host > 0 and per_host % group_size > 0
 
@@ -330,7 +330,7 @@ def train(case: Case, place: Place) -> list[TrainingResult]:
 def expected(case: Case, place: Place) -> TrainingResult:
     """The result of one process. Of the plan it gets only the fields that change the result."""
     changes = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
-    changes |= {"sp": 1, "tp": 1, "ulysses": 1, "ring": "zigzag"}
+    changes |= {"cp": 1, "tp": 1, "ulysses": 1, "ring": "zigzag"}
     if case.sync == "local":
         return _local_sgd(dataclasses.replace(case, **changes, microbatches=1), place.size // case.tp)
     if case.precision != "keep":

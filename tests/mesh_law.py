@@ -1,4 +1,4 @@
-"""The law of the mesh: every pp × dp × sp × tp of eight ranks trains as one device, `lm` and a transformers model.
+"""The law of the mesh: every pp × dp × cp × tp of eight ranks trains as one device, `lm` and a transformers model.
 
 mesh     one of the twenty factorizations of eight ranks, or of those of fewer
 variant  zero level, update, schedule and optimizer, which rotate over the meshes: crossing them would take hours
@@ -30,12 +30,12 @@ DIVISORS = (1, 2, 4, 8)
 def meshes(num_ranks: int) -> tuple[tuple[int, int, int, int], ...]:
     """Those of so many ranks, a power of two up to 8."""
     return tuple(
-        (pp, dp, sp, tp)
+        (pp, dp, cp, tp)
         for pp in DIVISORS
         for dp in DIVISORS
-        for sp in DIVISORS
+        for cp in DIVISORS
         for tp in DIVISORS
-        if pp * dp * sp * tp == num_ranks
+        if pp * dp * cp * tp == num_ranks
     )
 
 
@@ -60,8 +60,8 @@ class Variant(NamedTuple):
 
 def variant(mesh: tuple[int, int, int, int], model: str) -> Variant:
     """That of a mesh: the fields rotate with its number, one after the other as they are legal together."""
-    pp, dp, sp, tp = mesh
-    number = meshes(pp * dp * sp * tp).index(mesh) + MODELS.index(model)
+    pp, dp, cp, tp = mesh
+    number = meshes(pp * dp * cp * tp).index(mesh) + MODELS.index(model)
     schedule = SCHEDULES[number % len(SCHEDULES)] if pp > 1 else "1f1b"
     if schedule == "interleaved" and pp == MAX_LAYERS:  # a block for each stage, and no more
         schedule = "gpipe"
@@ -78,7 +78,7 @@ def variant(mesh: tuple[int, int, int, int], model: str) -> Variant:
     plan = Plan(
         pp=pp,
         dp=dp,
-        sp=sp,
+        cp=cp,
         tp=tp,
         zero=zero,
         update=update,

@@ -49,7 +49,7 @@ class ChainFacts:
         return [] if self.has_bare_blocks and index % 2 else [f"blocks.{index}.up", f"blocks.{index}.down"]
 
     def _segment(self, name: str, params: Sequence[str], factor: float, plan: Plan) -> SegmentFacts:
-        width, tokens = self.width, self.tokens / plan.sp
+        width, tokens = self.width, self.tokens / plan.cp
         flops = factor * 4.0 * width * width * tokens / plan.tp
         product = Operation(
             OperationKind.PRODUCT, flops, 8.0 * width * tokens, has_weight=True, rows=tokens, columns=width, inner=width
@@ -59,9 +59,9 @@ class ChainFacts:
         collectives = []
         if plan.tp > 1 and factor == 1.0:
             collectives.append(Collective("tp", Change.ALL_REDUCE, output, forward=2, backward=2, recompute=2))
-        if plan.sp > 1 and factor == 1.0:
+        if plan.cp > 1 and factor == 1.0:
             collectives.append(
-                Collective("sp", Change.ALL_GATHER, output * plan.sp, forward=1, backward=2, recompute=1)
+                Collective("cp", Change.ALL_GATHER, output * plan.cp, forward=1, backward=2, recompute=1)
             )
         channels = self.norm_channels if name else ()
         return SegmentFacts(
@@ -75,7 +75,7 @@ class ChainFacts:
             self._segment("", ["embedding"], self.end_factor, plan),
             blocks,
             self._segment("", ["head", *tied], 2 * self.end_factor, plan),
-            boundary_bytes=4.0 * self.width * self.tokens / plan.sp,
+            boundary_bytes=4.0 * self.width * self.tokens / plan.cp,
             tokens=self.tokens,
             boundary_columns=self.width,
         )
@@ -113,7 +113,7 @@ class LinearPrices:
     def segment(self, facts: SegmentFacts, plan: Plan, num_samples: float) -> SegmentSeconds:
         forward = facts.flops * num_samples / self.flops
         again = {"none": 0.0, "selective": 0.25, "full": 1.0}[plan.recompute] * forward
-        sizes = {"tp": plan.tp, "sp": plan.sp}
+        sizes = {"tp": plan.tp, "cp": plan.cp}
         messages = [0.0, 0.0]
         for each in facts.collectives:
             once = self.collective(each.change, each.whole_bytes * num_samples, GroupShape(sizes[each.axis]))
@@ -193,13 +193,13 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Plans of every mesh of up to 32 ranks, with fields that change what a step consists of."""
-    pp, dp, tp, sp = (draw(st.sampled_from(each)) for each in ((1, 1, 2, 4), (1, 2, 4), (1, 2), (1, 1, 2)))
+    pp, dp, tp, cp = (draw(st.sampled_from(each)) for each in ((1, 1, 2, 4), (1, 2, 4), (1, 2), (1, 1, 2)))
     microbatches = pp * draw(st.sampled_from([1, 2, 4]))
     fields: dict[str, object] = {
         "pp": pp,
         "dp": dp,
         "tp": tp,
-        "sp": sp,
+        "cp": cp,
         "microbatches": microbatches,
         "zero": draw(st.integers(0, 3)),
         "recompute": draw(st.sampled_from(["none", "full"])),
@@ -232,7 +232,7 @@ def cases(draw: st.DrawFn) -> Case:
         has_tied_head=has_tied_head,
         has_bare_blocks=has_bare_blocks,
     )
-    size = pp * dp * tp * sp
+    size = pp * dp * tp * cp
     hosts = draw(st.sampled_from([1, 2] if size > 1 else [1]))
     topology = Topology.regular(
         hosts=hosts, ranks_per_host=size // hosts, device=draw(st.sampled_from(["cpu", "cuda"]))

@@ -35,7 +35,7 @@ def main() -> int:
     world = SpawnedWorld(options.ranks, root=Path(__file__).resolve().parents[1], num_gpus=num_gpus)
     tried = [(model, mesh) for model in MODELS for mesh in meshes(options.ranks)]
     began, num_failed = time.monotonic(), 0
-    print(f"{'model':<6}{'pp dp sp tp':<13}{'variant':<58}{'deviation':>10}{'seconds':>9}")
+    print(f"{'model':<6}{'pp dp cp tp':<13}{'variant':<58}{'deviation':>10}{'seconds':>9}")
     try:
         for model, mesh in tried:
             left = began + WORLD_LIMIT_SECONDS - time.monotonic()

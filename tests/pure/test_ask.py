@@ -22,7 +22,7 @@ FIELD_VALUES = st.fixed_dictionaries(
     optional={
         "pp": st.sampled_from([1, 2, "auto"]),
         "dp": st.sampled_from([1, 4, "auto"]),
-        "sp": st.sampled_from([2, "auto"]),
+        "cp": st.sampled_from([2, "auto"]),
         "tp": st.sampled_from([1, 2, "auto"]),
         "zero": st.sampled_from([0, 3, "auto"]),
         "schedule": st.sampled_from(["gpipe", "auto"]),
@@ -69,7 +69,7 @@ def test_all_problems_are_said_at_once():
 @pytest.mark.parametrize(
     ("fields", "attempt"),
     [
-        ({"devices": 64, "pp": 4, "dp": 4, "sp": 2, "tp": 4}, "devices = 128"),
+        ({"devices": 64, "pp": 4, "dp": 4, "cp": 2, "tp": 4}, "devices = 128"),
         ({"devices": 64, "tp": 3}, "devices = 63 or 66"),
         ({"devices": 2, "tp": 4}, "devices = 4"),
     ],
@@ -85,7 +85,7 @@ def test_pinned_fields_that_depend_on_open_ones_are_no_problem():
     assert Ask(shard=4).pinned == {"shard": 4}
     assert Ask(shard=2, dp=4).pinned == {"shard": 2, "dp": 4}
     with pytest.raises(PlanError):
-        Ask(ulysses=2, sp=3)
+        Ask(ulysses=2, cp=3)
 
 
 def test_changes_replace_and_open_fields():

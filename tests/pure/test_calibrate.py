@@ -140,9 +140,9 @@ def test_all_ways_to_divide_samples_are_measured_once(num_ranks: int, batch_size
     assert all(cut.plan.mesh.size == num_ranks for cut in cuts)
     found = [Cut.of(cut.plan) for cut in cuts]
     assert len(set(found)) == len(found)
-    sizes = {(each.tp, each.sp) for each in found}
-    expected = {(tp, sp) for tp in range(1, 9) for sp in range(1, 9) if num_ranks % (tp * sp) == 0}
-    assert sizes == {(tp, sp) for tp, sp in expected if tp * sp <= num_ranks}
+    sizes = {(each.tp, each.cp) for each in found}
+    expected = {(tp, cp) for tp in range(1, 9) for cp in range(1, 9) if num_ranks % (tp * cp) == 0}
+    assert sizes == {(tp, cp) for tp, cp in expected if tp * cp <= num_ranks}
     assert found[0] == Cut()  # what most plans have comes first
     for cut in cuts:
         largest = -(-batch_size // cut.plan.dp)

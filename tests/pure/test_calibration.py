@@ -302,7 +302,7 @@ def test_recomputing_adds_a_forward():
     assert full.backward == pytest.approx(none.backward + none.forward)
 
 
-@given(st.floats(0.1, 64.0), st.floats(0.1, 64.0), st.sampled_from([Plan(dp=2), Plan(tp=2), Plan(sp=2)]), st.booleans())
+@given(st.floats(0.1, 64.0), st.floats(0.1, 64.0), st.sampled_from([Plan(dp=2), Plan(tp=2), Plan(cp=2)]), st.booleans())
 def test_more_samples_never_cost_less(one: float, other: float, plan: Plan, is_measured: bool):
     prices = CalibratedPrices(calibration(*([record(plan)] if is_measured else [])))
     less, more = sorted((one, other))

@@ -53,12 +53,12 @@ def test_a_layerwise_update_in_backward_needs_whole_parameters():
 
 @given(
     num_ranks=st.integers(1, 64),
-    sizes=st.fixed_dictionaries({axis: st.integers(1, 16 if axis == "dp" else 4) for axis in ("pp", "dp", "sp", "tp")}),
+    sizes=st.fixed_dictionaries({axis: st.integers(1, 16 if axis == "dp" else 4) for axis in ("pp", "dp", "cp", "tp")}),
     whole=st.booleans(),
 )
 def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ranks, sizes, whole):
     size, tp, pp = math.prod(sizes.values()), sizes["tp"], sizes["pp"]
-    fields = {**sizes, "ulysses": sizes["sp"] if whole else 1}
+    fields = {**sizes, "ulysses": sizes["cp"] if whole else 1}
     problems = size_problems(Plan.from_dict(fields), num_ranks)
     assert bool(problems) == (size != num_ranks)
     for problem in problems:

@@ -29,7 +29,7 @@ from fourfold.words.mesh import Mesh
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES), min_size=1, max_size=8)
-MESHES = st.builds(Mesh, dp=st.integers(1, 4), sp=st.integers(1, 3))
+MESHES = st.builds(Mesh, dp=st.integers(1, 4), cp=st.integers(1, 3))
 
 
 def weights(rows: list[tuple[str, tuple[int, ...]]], size: int) -> tuple[TensorEntry, ...]:
@@ -104,9 +104,9 @@ ROWS_0, ROWS_2 = ((0, 0), (2, 2)), ((2, 0), (2, 2))
         ({"files": {FIRST: FileEntry(20, ""), SECOND: FileEntry(8, "")}}, "bytes of tensors in a file of 8"),
         ({"aliases": {"b": "c"}}, "c, which is not there"),
         ({"feed": DataState(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
-        ({"mesh": Mesh(dp=4, sp=2)}, "2 random states on a mesh of pp 1 × dp 4 × sp 2 × tp 1, which has 4 places"),
-        ({"mesh": Mesh(dp=-2, sp=-1)}, "every size must be at least 1"),
-        ({"mesh": Mesh(dp=2, sp=0), "random": ()}, "every size must be at least 1"),
+        ({"mesh": Mesh(dp=4, cp=2)}, "2 random states on a mesh of pp 1 × dp 4 × cp 2 × tp 1, which has 4 places"),
+        ({"mesh": Mesh(dp=-2, cp=-1)}, "every size must be at least 1"),
+        ({"mesh": Mesh(dp=2, cp=0), "random": ()}, "every size must be at least 1"),
         ({"random": (RngState("00"), RngState("00", place=Place(dp=2)))}, "2 random states on a mesh of"),
         ({"random": (RngState("00"), RngState("01"))}, "two random states of one place"),
         ({"random": (RngState("00"), RngState("0", place=Place(dp=1)))}, "not written in hexadecimal digits"),

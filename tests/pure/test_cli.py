@@ -436,7 +436,7 @@ def test_ctrl_c_while_options_are_read_is_130(
 
 
 def test_samples_that_cannot_be_split_by_tokens_are_refused_before_processes_start(refused: Refused):
-    text = refused("train", "digits", "sp=2", "dp=1")
+    text = refused("train", "digits", "cp=2", "dp=1")
     assert "inputs that are a Tensor" in text
     assert "position_ids or positions" in text
 
@@ -514,7 +514,7 @@ LONG = "x" * 5000
         (("checkpoint", "list", LONG), "no such folder"),
         (("checkpoint", "list", ""), "no such folder"),
         (("show", "dp=1000000000000"), "dp = 1000000000000   need a whole number from 1 to 1048576"),
-        (("show", "dp=1048576", "sp=2"), "2097152 ranks"),
+        (("show", "dp=1048576", "cp=2"), "2097152 ranks"),
         (("show", "lm", "dp=1", "layers=1e9"), "layers = 1000000000   need at most 100000"),
         (("show", "lm", "dp=1", "width=1000000000"), "a tensor of the model cannot be made"),
     ],

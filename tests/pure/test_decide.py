@@ -209,7 +209,7 @@ def test_refused_plans_say_what_would_fit():
     pricing = make_case(devices=4, per_host=4)
     pricing.rates = Rates(gather=0.5)
     whole = pricing.estimate(Plan(dp=4)).memory.total
-    decision = decide(Ask(pp=1, tp=1, sp=1), pricing, limit=whole * 0.7, error=0.0)
+    decision = decide(Ask(pp=1, tp=1, cp=1), pricing, limit=whole * 0.7, error=0.0)
     assert decision is not None
     refused = decision.baselines["data parallelism, zero 0"]
     assert isinstance(refused, Refused)
@@ -226,21 +226,21 @@ def test_refused_plans_say_what_would_fit():
 def test_where_nothing_fits_the_error_says_the_least_that_would():
     pricing = make_case(devices=2, per_host=2)
     with pytest.raises(PlanError) as error:
-        decide_among(Question(Ask(tp=1, pp=1, sp=1, zero=0), pricing.space, pricing, 45.0))
+        decide_among(Question(Ask(tp=1, pp=1, cp=1, zero=0), pricing.space, pricing, 45.0))
     text = str(error.value)
     assert "no plan fits" in text
     assert "states" in text
     assert "memory = " in text
     assert "zero = " in text
     with pytest.raises(PlanError, match="devices = 4"):
-        decide_among(Question(Ask(tp=1, pp=1, sp=1, zero=3), pricing.space, pricing, 30.0))
+        decide_among(Question(Ask(tp=1, pp=1, cp=1, zero=3), pricing.space, pricing, 30.0))
 
 
 def test_where_nothing_is_legal_the_cause_comes_first_and_each_remedy_once():
     pricing = make_case(devices=8, per_host=8)
     pricing.space = pricing.space._replace(batch_size=7)
     with pytest.raises(PlanError) as error:
-        decide_among(Question(Ask(pp=1, sp=1), pricing.space, pricing, math.inf))
+        decide_among(Question(Ask(pp=1, cp=1), pricing.space, pricing, math.inf))
     assert error.value.problems[0].got.startswith("batch_size = 7, dp = 8")
     with pytest.raises(PlanError) as error:
         decide_among(Question(Ask(shard=3), pricing.space, pricing, math.inf))

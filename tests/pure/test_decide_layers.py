@@ -18,7 +18,7 @@ MODEL = Model(
     ((1.0, 4.0, 1.0), (8.0, 1.0, 1.0), (1.0, 4.0, 1.0), (2.0, 8.0, 1.0), (1.0, 1.0, 1.0)), dims=("heads", "mlp")
 )
 DIMS = dict.fromkeys(MODEL.dims, True)
-PINNED = {"pp": 2, "dp": 1, "sp": 1, "tp": 2, "zero": 0, "recompute": "none", "microbatches": 4, "residual": "whole"}
+PINNED = {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "zero": 0, "recompute": "none", "microbatches": 4, "residual": "whole"}
 PINNED |= {"update": "after", "schedule": "1f1b", "interleave": 1, "max_in_flight": None, "shard": None}
 
 

@@ -188,7 +188,7 @@ def test_fewer_devices_are_priced_with_what_is_pinned():
 
 
 def test_the_error_of_predictions_is_known_where_the_cluster_gives_one():
-    source, ask = ChainFacts(num_blocks=2, width=16, batch_size=4), Ask(tp=1, sp=1, zero=0)
+    source, ask = ChainFacts(num_blocks=2, width=16, batch_size=4), Ask(tp=1, cp=1, zero=0)
     compared = dataclasses.replace(SMALL, prediction_error=0.03)
     never, known = (decide(ask, source, LinearPrices(), each) for each in (SMALL, compared))
     assert (never.is_error_known, never.error) == (False, PREDICTION_ERROR)

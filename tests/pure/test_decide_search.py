@@ -118,9 +118,9 @@ def test_what_cut_samples_keep_is_asked_for_only_where_a_plan_may_be_kept():
     search(ask, pricing.space, pricing, limit_bytes=math.inf, margin=1.1)
     asked, pricing.estimated = pricing.estimated, []
     seconds = {plan: each.seconds for plan, each in enumerate_all(ask, pricing).items()}
-    limit = 1.1 * min(seconds[plan] for plan in asked if plan.sp == 1)
+    limit = 1.1 * min(seconds[plan] for plan in asked if plan.cp == 1)
     fast = {_cut(plan) for plan, each in seconds.items() if each <= limit}
-    assert {_cut(plan) for plan in asked if plan.sp > 1} <= fast
+    assert {_cut(plan) for plan in asked if plan.cp > 1} <= fast
 
 
 def _cut(plan: Plan) -> tuple[object, ...]:

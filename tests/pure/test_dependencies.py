@@ -11,7 +11,7 @@ from fourfold.plan.simulate import makespan, simulate
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import LOSS, NOMINAL_COUNT, Action, ProgramError, Verb, bucket_of, parse_program
 
-MESHES = st.builds(Mesh, pp=st.just(1), dp=st.integers(1, 3), sp=st.integers(1, 2), tp=st.integers(1, 3))
+MESHES = st.builds(Mesh, pp=st.just(1), dp=st.integers(1, 3), cp=st.integers(1, 2), tp=st.integers(1, 3))
 ZERO = st.integers(0, 3)
 
 
@@ -24,15 +24,15 @@ def action(text: str) -> Action:
 
 
 @given(mesh=MESHES, zero=ZERO)
-def test_a_bucket_is_reduced_gathered_and_unsharded_among_the_ranks_that_differ_on_dp_and_sp(mesh, zero):
+def test_a_bucket_is_reduced_gathered_and_unsharded_among_the_ranks_that_differ_on_dp_and_cp(mesh, zero):
     program = dict.fromkeys(range(mesh.size), lower_step(DataStepSpec(2, 3, RESTING_LAYOUTS[zero])))
     dependencies = Dependencies(program, mesh)
     for rank, own in program.items():
         for each in own:
             if each.verb in (Verb.REDUCE, Verb.GATHER, Verb.UNSHARD):
-                assert tuple(dependencies.participants(rank, each)) == mesh.peers(rank, "dp", "sp")
+                assert tuple(dependencies.participants(rank, each)) == mesh.peers(rank, "dp", "cp")
             elif each.verb in (Verb.FORWARD, Verb.BACKWARD):
-                assert tuple(dependencies.participants(rank, each)) == mesh.peers(rank, "sp", "tp")
+                assert tuple(dependencies.participants(rank, each)) == mesh.peers(rank, "cp", "tp")
             else:
                 assert list(dependencies.participants(rank, each)) == [rank]
 
@@ -59,7 +59,7 @@ def test_data_ranks_of_two_stages_do_not_meet_and_the_norm_is_of_all_stages():
 
 
 def test_ranks_that_share_sequences_run_each_forward_and_backward_together():
-    mesh = Mesh(dp=2, sp=2)
+    mesh = Mesh(dp=2, cp=2)
     program = dict.fromkeys(range(4), lower_step(DataStepSpec(1, 1)))
     times = simulate(program, lambda rank, each: 10.0 if (rank, str(each)) == (1, "F0.0") else 1.0, mesh=mesh)
     ends = {rank: {str(t.action): t.end for t in times[rank]} for rank in program}

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.axes.context.rules.document_tiles import DocumentSpan, document_tiles
-from fourfold.axes.context.rules.layout import RINGS, SequenceSpec, token_positions
+from fourfold.axes.context.rules.layout import RINGS, ContextSpec, token_positions
 
 
 @st.composite
 def packed_rows(draw):
     """A way to hold a row, and the start of the document of each of its tokens."""
     ring, size = draw(st.sampled_from(RINGS)), draw(st.integers(1, 4))
-    spec = SequenceSpec(size, ring)
+    spec = ContextSpec(size, ring)
     length = spec.length_divisor * draw(st.integers(1, 6))
     begins = draw(st.lists(st.booleans(), min_size=length, max_size=length))
     starts = [0]

@@ -12,12 +12,12 @@ from fourfold.words.errors import PLACES, DataError, PlanError, Problem, closest
 def test_problems_are_printed_in_columns():
     problems = [
         Problem("mesh.pp = 4", "blocks divisible by pp", "pp = 2"),
-        Problem("sp = 8, length 60", "a multiple", "64"),
+        Problem("cp = 8, length 60", "a multiple", "64"),
     ]
     assert PlanError(problems, where="plan.toml").full_message() == (
         "PlanError: 2 problems in plan.toml\n"
         "  mesh.pp = 4         need blocks divisible by pp   try pp = 2\n"
-        "  sp = 8, length 60   need a multiple               try 64"
+        "  cp = 8, length 60   need a multiple               try 64"
     )
 
 

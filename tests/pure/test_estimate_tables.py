@@ -12,7 +12,7 @@ from fourfold.planner.predict.estimate import Estimator
 from fourfold.planner.predict.step import predict_step
 from tests.planner_cases import ChainFacts, LinearPrices
 
-MESHES = [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "sp": 2}]
+MESHES = [{"dp": 4}, {"pp": 2, "dp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "cp": 2}]
 SCHEDULES = [{}, {"schedule": "gpipe"}, {"schedule": "interleaved", "interleave": 2}, {"schedule": "2bw"}]
 STATES = [{"zero": zero, "update": update} for zero in (0, 1, 3) for update in ("after", "in_backward", "in_forward")]
 STATES += [{"zero": 3, "shard": 2}, {"codec": "topk"}, {"precision": "bf16"}, {"stages": "5,3"}, {"unused": "allow"}]

@@ -90,12 +90,12 @@ def test_wider_elements_take_more_but_masks_do_not():
 
 
 @given(gpts(fused_attention=True), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
-def test_the_ranks_of_a_plan_compute_what_one_device_does(gpt, tp, sp, ulysses):
-    if gpt.heads % (tp * ulysses) or sp % ulysses or gpt.vocabulary % tp:
+def test_the_ranks_of_a_plan_compute_what_one_device_does(gpt, tp, cp, ulysses):
+    if gpt.heads % (tp * ulysses) or cp % ulysses or gpt.vocabulary % tp:
         return
-    one, many = gpt.facts(Plan()), gpt.facts(Plan(tp=tp, sp=sp, ulysses=ulysses))
+    one, many = gpt.facts(Plan()), gpt.facts(Plan(tp=tp, cp=cp, ulysses=ulysses))
     for whole, part in zip(one.segments, many.segments, strict=True):
-        assert part.flops * tp * sp == pytest.approx(whole.flops, rel=1e-12)
+        assert part.flops * tp * cp == pytest.approx(whole.flops, rel=1e-12)
         assert part.params == whole.params
 
 
@@ -143,16 +143,16 @@ def test_plans_for_a_gpt_can_be_lowered(gpt, sizes, zero):
 
 @given(gpts(), st.sampled_from([(2, 1), (4, 1), (4, 2), (4, 4)]))
 def test_attention_sends_what_the_sequence_axis_says(gpt, sizes):
-    sp, ulysses = sizes
+    cp, ulysses = sizes
     if gpt.heads % ulysses:
         return
-    block = gpt.facts(Plan(sp=sp, ulysses=ulysses)).blocks[0]
+    block = gpt.facts(Plan(cp=cp, ulysses=ulysses)).blocks[0]
     sent = sum(
-        (each.forward + each.backward) * collective_sent_bytes(each.change, whole_bytes=1, size=sp) * each.whole_bytes
+        (each.forward + each.backward) * collective_sent_bytes(each.change, whole_bytes=1, size=cp) * each.whole_bytes
         for each in block.collectives
     )
     layer = AttentionSize(1, gpt.length, gpt.heads, gpt.width // gpt.heads)
-    assert sent == pytest.approx(4 * attention_sent_elements(layer, sp, ulysses=ulysses))
+    assert sent == pytest.approx(4 * attention_sent_elements(layer, cp, ulysses=ulysses))
 
 
 @given(gpts(), st.sampled_from([2, 4]))
@@ -215,9 +215,9 @@ def test_sizes_that_cannot_be_are_refused_all_at_once():
     ("fields", "text"),
     [
         ({"tp": 3}, "tp = 1 or 2 or 4"),
-        ({"sp": 8, "ulysses": 8}, "ulysses = 1 or 2 or 4"),
-        ({"sp": 3}, "length"),
-        ({"tp": 4, "sp": 32, "residual": "split"}, "tp to divide the tokens"),
+        ({"cp": 8, "ulysses": 8}, "ulysses = 1 or 2 or 4"),
+        ({"cp": 3}, "length"),
+        ({"tp": 4, "cp": 32, "residual": "split"}, "tp to divide the tokens"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(fields, text):

@@ -54,9 +54,9 @@ def divisors(number: int) -> list[int]:
 @st.composite
 def plans(draw, size: int) -> Plan:
     """A plan of so many ranks whose fields are legal each by itself; together they may not be."""
-    sp = draw(st.sampled_from(divisors(size)))
+    cp = draw(st.sampled_from(divisors(size)))
     fields = {
-        "shard": st.sampled_from([None, *divisors(size // sp)]),
+        "shard": st.sampled_from([None, *divisors(size // cp)]),
         "zero": st.integers(0, 3),
         "microbatches": st.integers(1, 3),
         "update": st.sampled_from(["after", "in_backward", "in_forward"]),
@@ -70,7 +70,7 @@ def plans(draw, size: int) -> Plan:
         "transport": st.sampled_from(["by-host", "shared", "gloo", "nccl"]),
     }
     try:
-        return Plan(dp=size // sp, sp=sp, **{name: draw(values) for name, values in fields.items()})
+        return Plan(dp=size // cp, cp=cp, **{name: draw(values) for name, values in fields.items()})
     except PlanError:
         assume(False)
         raise
@@ -154,8 +154,8 @@ def test_all_problems_are_reported_at_once():
     (Plan(dp=3, transport="shared"), Topology(("a", "a", "b")), "2 hosts with [1, 2] ranks each"),
     (Plan(dp=2, transport="shared"), Topology(("a", "a"), unshared_cause="no memfd"), "but no memfd"),
     (Plan(dp=1, transport="shared"), Topology(("a",)), None),
-    (Plan(sp=4, transport="shared"), Topology.regular(hosts=2, ranks_per_host=2), "ranks [0, 1, 2, 3] are on several"),
-    (Plan(dp=2, sp=2, transport="shared"), Topology.regular(hosts=2, ranks_per_host=2), None),
+    (Plan(cp=4, transport="shared"), Topology.regular(hosts=2, ranks_per_host=2), "ranks [0, 1, 2, 3] are on several"),
+    (Plan(dp=2, cp=2, transport="shared"), Topology.regular(hosts=2, ranks_per_host=2), None),
 ])  # fmt: skip
 def test_shared_memory_is_possible_or_the_reason_is_given(plan, topology, message):
     specs = [ParamSpec("p", (8,), "float32", 4)]
@@ -189,7 +189,7 @@ def test_groups_of_different_hosts_have_programs_of_their_own():
     # Two tensor places: ranks 0 and 2 share a host, ranks 1 and 3 do not. Plans with tp > 1 are not built yet.
     plan, mesh = Plan(dp=2, zero=3), Mesh(dp=2, tp=2)
     topology = Topology(("a", "a", "a", "b"))
-    found = [group_hosts(topology, ranks, transport="by-host") for ranks in mesh.groups("dp", "sp")]
+    found = [group_hosts(topology, ranks, transport="by-host") for ranks in mesh.groups("dp", "cp")]
     assert [hosts.ranks_by_host for hosts in found] == [((0, 2),), ((1,), (3,))]
     assert [effective_layouts(plan, hosts).weight for hosts in found] == [WHOLE, SPLIT]
 

@@ -33,10 +33,10 @@ def test_a_full_turn_around_a_ring_ends_at_the_start(mesh, axis):
 
 
 def test_tensor_peers_are_adjacent_ranks_and_pipeline_peers_distant_ones():
-    mesh = Mesh(pp=2, dp=2, sp=2, tp=2)
+    mesh = Mesh(pp=2, dp=2, cp=2, tp=2)
     assert mesh.peers(5, "tp") == (4, 5)
     assert mesh.peers(5, "pp") == (5, 13)
-    assert mesh.peers(0, "dp", "sp") == (0, 2, 4, 6)
+    assert mesh.peers(0, "dp", "cp") == (0, 2, 4, 6)
 
 
 def test_a_rank_outside_the_mesh_is_refused():

@@ -169,7 +169,7 @@ def test_every_form_of_seeing_the_plan_is_detected():
     for text, found in forms.items():
         assert sights_of_the_plan(ast.parse(text)) == found, text
     assert not sights_of_the_plan(
-        ast.parse("from fourfold.axes.context.rules.layout import SequenceSpec\nplanned.dp, split.plan")
+        ast.parse("from fourfold.axes.context.rules.layout import ContextSpec\nplanned.dp, split.plan")
     )
 
 

@@ -43,7 +43,7 @@ def test_every_field_has_a_rule_that_accepts_its_default():
 
 def test_the_signature_is_the_contract():
     contract = {
-        "pp": 1, "dp": 1, "sp": 1, "tp": 1, "dims": "", "shard": None, "zero": 0, "microbatches": 1,
+        "pp": 1, "dp": 1, "cp": 1, "tp": 1, "dims": "", "shard": None, "zero": 0, "microbatches": 1,
         "schedule": "1f1b", "stages": "even",
         "interleave": 1, "max_in_flight": None, "program": "", "recompute": "none", "edge": "none", "edge_density": 0.1,
         "ring": "zigzag", "ulysses": 1, "residual": "whole",
@@ -96,9 +96,9 @@ def test_a_mistyped_choice_is_refused_and_the_closest_one_suggested(fields: dict
         ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
         ({"codec_density": 0.05, "codec": "dct", "codec_refresh_steps": 7}, {}),
         ({"codec_rank": 2, "codec": "powersgd"}, {}),
-        ({"ring": "plain"}, {"ring": "sp above ulysses"}),
-        ({"ring": "plain", "sp": 2, "ulysses": 2}, {"ring": "sp above ulysses"}),
-        ({"ring": "plain", "sp": 4, "ulysses": 2}, {}),
+        ({"ring": "plain"}, {"ring": "cp above ulysses"}),
+        ({"ring": "plain", "cp": 2, "ulysses": 2}, {"ring": "cp above ulysses"}),
+        ({"ring": "plain", "cp": 4, "ulysses": 2}, {}),
         ({"local_steps": 4, "outer_lr": 0.7}, {"local_steps": "sync = local", "outer_lr": "sync = local"}),
         ({"local_steps": 4, "outer_momentum": 0.9, "sync": "local"}, {}),
         ({}, {}),

@@ -42,7 +42,7 @@ def test_a_gpt_is_planned_for_a_cluster_and_the_plan_is_written(capsys):
 
 
 def test_a_row_of_a_table_is_priced_with_all_that_it_gives(capsys):
-    ends(0, *SMALL, "cluster=dgx-a100", "tp=2", "pp=2", "dp=2", "sp=1", "out=none")
+    ends(0, *SMALL, "cluster=dgx-a100", "tp=2", "pp=2", "dp=2", "cp=1", "out=none")
     plans = re.findall(r"^\d+ .* (?:pp=2 .*)$", capsys.readouterr().out, re.MULTILINE)
     assert plans
     assert all("dp=2" in plan and "tp=2" in plan for plan in plans)

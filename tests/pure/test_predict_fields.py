@@ -44,7 +44,7 @@ PIPELINE = {"pp": 2, "microbatches": 4}
 PRICED = {
     "pp": Row("segments by stage, messages between stages, the schedule's waits", (SECONDS, MEMORY, BYTES), 2),
     "dp": Row("samples of a rank, collectives of buckets", (SECONDS, BYTES), 2),
-    "sp": Row("facts: tokens of a rank, collectives inside segments; gradients are summed over it too", (SECONDS,), 2),
+    "cp": Row("facts: tokens of a rank, collectives inside segments; gradients are summed over it too", (SECONDS,), 2),
     "tp": Row(
         "facts: shards of products, collectives inside segments; specs: elements of buckets", (SECONDS, MEMORY), 2
     ),
@@ -68,8 +68,8 @@ PRICED = {
     "recompute": Row("segments: a second forward; what autograd keeps", (SECONDS, MEMORY), "full"),
     "edge": Row("bytes of a message; two passes to encode and decode it", (SECONDS, BYTES), "int8", PIPELINE),
     "edge_density": Row("bytes of a message", (SECONDS, BYTES), 0.3, {**PIPELINE, "edge": "dct"}),
-    "ring": Row("facts: what attention computes and sends", (SECONDS,), "rsa", {"sp": 4}, GPT),
-    "ulysses": Row("facts: an exchange of heads", (SECONDS,), 2, {"sp": 2}, GPT),
+    "ring": Row("facts: what attention computes and sends", (SECONDS,), "rsa", {"cp": 4}, GPT),
+    "ulysses": Row("facts: an exchange of heads", (SECONDS,), 2, {"cp": 2}, GPT),
     "residual": Row("facts: collectives inside segments, activations", (SECONDS, MEMORY), "split", {"tp": 2}, GPT),
     "update": Row(
         "the place of updates in the program, and of what they wait for",

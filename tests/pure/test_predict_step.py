@@ -284,7 +284,7 @@ def test_sent_bytes_are_those_of_the_place_that_sends_most():
     assert (two["pp"], four["pp"]) == (8 * whole, 2 * 8 * whole)  # the places in the middle send in both directions
     tensor = predict(Plan(tp=2), LinearPrices(), facts).sent_bytes
     assert tensor["tp"] == 8 * 4 * 16 * whole  # blocks; two all-reduces forward and two backward send a tensor each
-    assert tensor["dp"] == tensor["sp"] == tensor["pp"] == 0.0
+    assert tensor["dp"] == tensor["cp"] == tensor["pp"] == 0.0
     data = Plan(dp=4)
     blueprint = lower(data, facts.specs(data), two_hosts(data), facts.update_spec)
     assert predict_step(blueprint, facts, LinearPrices()).sent_bytes["dp"] == blueprint.sent_bytes

@@ -39,7 +39,7 @@ def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, t
         except (FourfoldError, ExceptionGroup):
             refused.append(name)
     # Images have no tokens to split, and a model of convolutions has no blocks of column and row layers.
-    split = [name for name in recipe_names() if (plan := Plan.recipe(name)).sp * plan.tp > 1]
+    split = [name for name in recipe_names() if (plan := Plan.recipe(name)).cp * plan.tp > 1]
     assert refused == split
 
 

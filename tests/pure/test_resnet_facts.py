@@ -75,8 +75,8 @@ def test_it_can_be_lowered_for_data_ranks():
 
 def test_what_it_cannot_be_divided_by_is_refused_all_at_once():
     with pytest.raises(PlanError) as caught:
-        ResNetFacts(batch_size=1).facts(Plan(tp=2, sp=2))
-    assert [problem.got for problem in caught.value.problems] == ["sp = 2", "tp = 2"]
+        ResNetFacts(batch_size=1).facts(Plan(tp=2, cp=2))
+    assert [problem.got for problem in caught.value.problems] == ["cp = 2", "tp = 2"]
     with pytest.raises(PlanError, match="divisible by 32"):
         ResNetFacts(batch_size=1, image=225)
     with pytest.raises(PlanError, match="blocks of a formula have no names"):

@@ -12,7 +12,7 @@ from fourfold.plan.rng import generator_seed, microbatch_seed, random_place, rng
 from fourfold.words.mesh import Mesh
 from tests.pure.test_checkpoint_manifest import manifest
 
-MESHES = st.builds(Mesh, pp=st.integers(1, 2), dp=st.integers(1, 5), sp=st.integers(1, 4), tp=st.integers(1, 2))
+MESHES = st.builds(Mesh, pp=st.integers(1, 2), dp=st.integers(1, 5), cp=st.integers(1, 4), tp=st.integers(1, 2))
 
 
 def state_of(place: Place) -> RngState:
@@ -44,7 +44,7 @@ def test_every_rank_restores_the_rng_state_of_its_place_if_the_places_are_unchan
 
 @given(mesh=MESHES)
 def test_ranks_that_differ_on_sp_and_tp_alone_are_at_one_random_place(mesh):
-    for group in mesh.groups("sp", "tp"):
+    for group in mesh.groups("cp", "tp"):
         assert len({random_place(mesh, rank) for rank in group}) == 1
     assert len({random_place(mesh, rank) for rank in range(mesh.size)}) == mesh.dp * mesh.pp
 

@@ -62,7 +62,7 @@ def segment(*operations: Operation, collectives: tuple[Collective, ...] = (), na
 
 collectives = st.builds(
     Collective,
-    st.sampled_from(["tp", "sp"]),
+    st.sampled_from(["tp", "cp"]),
     st.sampled_from(CHANGES),
     st.floats(1.0, 1e9),
     forward=st.integers(0, 3),
@@ -77,7 +77,7 @@ segments = st.builds(
     st.sampled_from(["", "blocks.0"]),
 )
 plans = st.builds(
-    lambda sp, tp, recompute, precision: Plan(sp=sp, tp=tp, recompute=recompute, precision=precision),
+    lambda cp, tp, recompute, precision: Plan(cp=cp, tp=tp, recompute=recompute, precision=precision),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 8]),
     st.sampled_from(["none", "selective", "full"]),
@@ -203,9 +203,9 @@ def test_a_backward_takes_two_forwards_of_arithmetic(cluster, operation, num_sam
 def test_tensor_ranks_are_neighbours_and_sequence_ranks_lie_a_tensor_group_apart():
     cluster = Cluster("x", "cuda", 8, 4, 1.0, {}, 1.0, ProductEfficiency(1.0, 0.0), Tier(0.0, 1.0), Tier(0.0, 1.0))
     prices = RooflinePrices(cluster)
-    assert prices.axis_group("tp", Plan(tp=4, sp=4, dp=2)) == GroupShape(4)
-    assert prices.axis_group("sp", Plan(tp=4, sp=4, dp=2)) == GroupShape(2, 2)
-    assert prices.axis_group("dp", Plan(tp=4, sp=4, dp=2)) == GroupShape(1, 2)
+    assert prices.axis_group("tp", Plan(tp=4, cp=4, dp=2)) == GroupShape(4)
+    assert prices.axis_group("cp", Plan(tp=4, cp=4, dp=2)) == GroupShape(2, 2)
+    assert prices.axis_group("dp", Plan(tp=4, cp=4, dp=2)) == GroupShape(1, 2)
     assert prices.axis_group("tp", Plan(tp=16)) == GroupShape(8, 2)
     assert prices.axis_group("pp", Plan(tp=2, dp=2, pp=2)) == GroupShape(2)
 

@@ -30,7 +30,7 @@ def test_a_straggler_is_reported_with_its_slow_phase():
 
 
 def test_the_slow_phase_is_the_one_with_the_largest_excess_not_the_longest_one():
-    (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}], Mesh(sp=2))
+    (found,) = find_stragglers([EVEN, {**EVEN, "data": 0.035}], Mesh(cp=2))
     assert (found.rank, found.place) == (1, "data")
 
 

@@ -140,9 +140,9 @@ def test_each_mistake_in_named_dims_has_its_message(rules, dims, got, need):
     ("heads", ('dims has "heads"', "DIM:AXIS, with spaces between them", 'dims = "heads:tp mlp:tp vocab:tp"')),
     ("heads:tp,mlp:tp", ('dims has "heads:tp,mlp:tp"', "DIM:AXIS, with spaces between them",
                          'dims = "heads:tp mlp:tp vocab:tp"')),
-    ("heads:model", ('dims has "heads:model"', "an axis: pp, dp, sp, tp", "heads:tp")),
+    ("heads:model", ('dims has "heads:model"', "an axis: pp, dp, cp, tp", "heads:tp")),
     ("batch:tp", ('dims has "batch:tp"', "the axis that splits the batch, dp", "batch:dp")),
-    ("length:dp", ('dims has "length:dp"', "the axis that splits the length, sp", "length:sp")),
+    ("length:dp", ('dims has "length:dp"', "the axis that splits the length, cp", "length:cp")),
     ("mlp:dp", ('dims has "mlp:dp"', "dims of weights to be on tp: dp splits the batch", "mlp:tp")),
     ("mlp:pp", ('dims has "mlp:pp"', "dims of weights to be on tp", "mlp:tp")),
     ("mlp:tp mlp:tp", ("dims has mlp twice", "each dim once", "")),
@@ -154,7 +154,7 @@ def test_a_wrong_field_of_the_plan_is_rejected_before_any_model_is_known(dims, e
 
 
 def test_dims_of_the_mesh_itself_are_legal_and_without_tp_the_field_has_no_effect():
-    plan = Plan(dims="batch:dp length:sp heads:tp")
+    plan = Plan(dims="batch:dp length:cp heads:tp")
     assert plan.ineffective_fields == {"dims": "tp above 1"}
     assert Plan.from_toml(plan.to_toml()) == plan
     assert Plan(tp=2, dims=plan.dims).identity_fields == {}

@@ -39,8 +39,8 @@ def events(draw):
 
 @given(found=st.lists(events(), max_size=20))
 def test_a_trace_survives_a_round_trip_through_its_file(found):
-    again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found), Mesh(sp=2), ((0, 1),))))
-    assert (again.program, again.mesh, again.ranks_by_memory) == (PROGRAM, Mesh(sp=2), ((0, 1),))
+    again = decode_trace(encode_trace(Trace(PROGRAM, tuple(found), Mesh(cp=2), ((0, 1),))))
+    assert (again.program, again.mesh, again.ranks_by_memory) == (PROGRAM, Mesh(cp=2), ((0, 1),))
     for before, after in zip(found, again.events, strict=True):
         assert before[:4] == after[:4]
         assert after[4:] == pytest.approx(before[4:], rel=0, abs=0.6e-9)

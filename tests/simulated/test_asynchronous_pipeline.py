@@ -78,7 +78,7 @@ def emulate(plan: Plan) -> tuple[dict[str, torch.Tensor], list[float]]:
     ({"pp": 4, "schedule": "2bw", "microbatches": 4}, 1),
     ({"pp": 2, "schedule": "2bw", "microbatches": 3, "dp": 2}, 1),
     ({"pp": 2, "schedule": "2bw", "microbatches": 2, "tp": 2}, 1),
-    ({"pp": 2, "schedule": "2bw", "microbatches": 2, "sp": 2}, 1),
+    ({"pp": 2, "schedule": "2bw", "microbatches": 2, "cp": 2}, 1),
 ])  # fmt: skip
 def test_an_asynchronous_schedule_trains_as_its_emulation(fields, hosts):
     plan = Plan(bucket_bytes=4_000, **fields)

@@ -1,4 +1,4 @@
-"""Combinations of the data axis with the sequence axis, hosts and split weights, for every kind of update."""
+"""Combinations of the data axis with the context axis, hosts and split weights, for every kind of update."""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.cases import Case, deviation
 
-SIZE, HOSTS, SEQUENCE_RANKS = 4, 2, 2
-# The first batch has one sample: the other sequence group has none in the dry run and in the first all-gathers.
-START = Case(model="lm", sp=SEQUENCE_RANKS, length=8, batch_sizes=(1, 3), microbatches=2, bucket_bytes=40000)
+SIZE, HOSTS, CONTEXT_RANKS = 4, 2, 2
+# The first batch has one sample: the other context group has none in the dry run and in the first all-gathers.
+START = Case(model="lm", cp=CONTEXT_RANKS, length=8, batch_sizes=(1, 3), microbatches=2, bucket_bytes=40000)
 
 
 @pytest.mark.parametrize(("zero", "update", "clip"), [

@@ -40,7 +40,7 @@ def make_model() -> nn.Module:
     ({"pp": 2, "dp": 2, "zero": 2}, 1),
     ({"pp": 2, "dp": 2, "zero": 3}, 4),
     ({"pp": 2, "tp": 2}, 1),
-    ({"pp": 2, "sp": 2, "zero": 1}, 1),
+    ({"pp": 2, "cp": 2, "zero": 1}, 1),
     ({"pp": 2, "dp": 2, "zero": 1, "update": "in_backward"}, 1),
     ({"pp": 2, "dp": 2, "zero": 1, "update": "in_forward"}, 1),
     ({"pp": 2, "schedule": "written", "program": WRITTEN}, 1),

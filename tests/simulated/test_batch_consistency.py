@@ -1,4 +1,4 @@
-"""Laws of the comparison of batches within a sequence group. Ranks are threads."""
+"""Laws of the comparison of batches within a context group. Ranks are threads."""
 
 import contextlib
 import dataclasses
@@ -33,27 +33,27 @@ def shorter(inputs, targets, comm, dp):
 
 
 def batch_of_another_group(inputs, targets, comm, dp):
-    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were in one sequence group
+    return local_batch(batches(LM)[1], dp, comm.rank % dp)  # as if every dp-th rank were in one context group
 
 
 MISMATCHES = {"another target": another_target, "fewer": fewer_samples, "shorter": shorter}
 
 
-@pytest.mark.parametrize(("dp", "sp", "ulysses", "kind"), [
-    *((dp, sp, ulysses, kind) for dp, sp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in MISMATCHES),
+@pytest.mark.parametrize(("dp", "cp", "ulysses", "kind"), [
+    *((dp, cp, ulysses, kind) for dp, cp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in MISMATCHES),
     (3, 2, 1, "another group"),  # where sums over all ranks would be the same
     (2, 3, 1, "another group"),
 ])  # fmt: skip
-def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_too(dp, sp, ulysses, kind):
-    case = dataclasses.replace(LM, sp=sp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
+def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_too(dp, cp, ulysses, kind):
+    case = dataclasses.replace(LM, cp=cp, ulysses=ulysses, batch_sizes=(6, 6), microbatches=2)
     refused = functools.partial(
         pytest.raises,
         TaskError,
-        match="different batches on some of .* differ only on sp",
+        match="different batches on some of .* differ only on cp",
     )
 
     def body(comm):
-        step = build_step(case, dp * sp, comm)
+        step = build_step(case, dp * cp, comm)
         first, second = (local_batch(batch, dp, step.dp_index) for batch in batches(case))
         step(first)
         step(second)
@@ -68,8 +68,8 @@ def test_different_batches_within_a_sequence_group_are_refused_in_later_steps_to
         assert all(torch.equal(weight, before[name]) for name, weight in step.named_weights())
         return is_mismatch
 
-    found = threads.run(dp * sp, body)
-    groups = [found[first : first + sp] for first in range(0, dp * sp, sp)]
+    found = threads.run(dp * cp, body)
+    groups = [found[first : first + cp] for first in range(0, dp * cp, cp)]
     assert any(found)
     assert all(len(set(group)) == 1 for group in groups)
 

@@ -63,7 +63,7 @@ def test_the_topology_of_some_ranks_follows_from_that_of_the_world(mesh):
     assert len(set(threads.run(mesh.size, body, hosts=2)[0])) == 2
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(3, 1, 1, 2), Mesh(dp=2, sp=3), Mesh(tp=5), Mesh(pp=2, dp=4)])
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2, 2), Mesh(3, 1, 1, 2), Mesh(dp=2, cp=3), Mesh(tp=5), Mesh(pp=2, dp=4)])
 def test_along_any_axes_ranks_exchange_with_those_that_differ_on_them_only(mesh):
     def body(comm):
         world = comm.on_mesh(mesh)
@@ -130,7 +130,7 @@ def test_teams_have_the_hosts_of_their_ranks(hosts):
     assert threads.run(4, body, hosts=hosts) == [[hosts, 1]] * 4
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2), Mesh(dp=2, tp=2), Mesh(dp=2, sp=2, tp=2)])
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2), Mesh(dp=2, tp=2), Mesh(dp=2, cp=2, tp=2)])
 def test_teams_of_one_host_have_memory_of_their_own(mesh):
     def body(comm):
         world = comm.on_mesh(mesh)
@@ -141,19 +141,19 @@ def test_teams_of_one_host_have_memory_of_their_own(mesh):
 
 
 def test_the_same_axes_give_the_same_communicator_and_all_ranks_the_world():
-    (world, *_) = communicators(Mesh(dp=2, sp=2))
-    assert world.on_mesh(Mesh(dp=2, sp=2)) is world
-    assert world.along("dp", "sp") is world.along("pp", "dp", "sp", "tp") is world
-    assert world.along("sp") is world.along("sp", "tp")
-    assert world.along("dp") is not world.along("sp")
+    (world, *_) = communicators(Mesh(dp=2, cp=2))
+    assert world.on_mesh(Mesh(dp=2, cp=2)) is world
+    assert world.along("dp", "cp") is world.along("pp", "dp", "cp", "tp") is world
+    assert world.along("cp") is world.along("cp", "tp")
+    assert world.along("dp") is not world.along("cp")
     assert world.along("dp").along("dp", "tp") is world.along("dp")
-    assert world.along("dp").along("sp").ranks == (0,)
+    assert world.along("dp").along("cp").ranks == (0,)
 
 
 def test_the_process_groups_of_a_communicator_end_with_its_last_name_and_not_with_a_garbage_collection():
-    world = communicators(Mesh(dp=2, sp=2))[0]
+    world = communicators(Mesh(dp=2, cp=2))[0]
     team = world.along("dp").along("dp", "tp").along("pp")
-    world.along("sp")
+    world.along("cp")
     registry = weakref.ref(world._process_groups)
     gc.disable()
     try:
@@ -191,7 +191,7 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
 
 def test_rings_of_teams_exchange_within_the_team_and_their_errors_name_global_ranks():
     def body(comm):
-        team = comm.on_mesh(Mesh(dp=2, sp=2)).along("sp")
+        team = comm.on_mesh(Mesh(dp=2, cp=2)).along("cp")
         ring = make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
         blocks = {owner: block.tolist() for owner, block in ring.iterate_blocks([torch.full((1,), float(comm.rank))])}
         assert blocks == {index: [float(rank)] for index, rank in enumerate(team.ranks)}
@@ -205,10 +205,10 @@ def test_rings_of_teams_exchange_within_the_team_and_their_errors_name_global_ra
 
 def test_a_team_on_several_hosts_has_no_shared_memory_and_its_ranks_are_named():
     def body(comm):
-        team = comm.on_mesh(Mesh(sp=2, tp=2)).along("sp")
+        team = comm.on_mesh(Mesh(cp=2, tp=2)).along("cp")
         with pytest.raises(PlanError, match=rf"ranks \[{team.ranks[0]}, {team.ranks[1]}\] are on several hosts"):
             make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
-        neighbours = comm.on_mesh(Mesh(sp=2, tp=2)).along("tp")
+        neighbours = comm.on_mesh(Mesh(cp=2, tp=2)).along("tp")
         assert make_ring(neighbours, [range(2)], "ring", CommMeter(), choice="shared").name == "shared memory"
 
     threads.run(4, body, hosts=2)

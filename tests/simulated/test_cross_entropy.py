@@ -177,7 +177,7 @@ def tiny() -> nn.Module:
         return lm.LanguageModel(width=16, layers=1, heads=2, kv_heads=2).double()
 
 
-@pytest.mark.parametrize("fields", [{"dp": 2}, {"sp": 2}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"dp": 2}, {"cp": 2}, {"microbatches": 2}], ids=str)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_of_the_users_made_with_it_trains_as_on_one_device(kind, fields):
     generator = torch.Generator().manual_seed(3)
@@ -198,7 +198,7 @@ def test_a_loss_of_the_users_made_with_it_trains_as_on_one_device(kind, fields):
 
 
 def test_with_a_mean_over_tokens_ignored_targets_are_seen_as_torchs_are():
-    """A mean over all elements counts ignored targets too; with sp it is refused where ranks ignore unevenly."""
+    """A mean over all elements counts ignored targets too; with cp it is refused where ranks ignore unevenly."""
     tokens = torch.zeros(2, 8, dtype=torch.long)
     targets = tokens.clone()
     targets[:, :3] = 5
@@ -208,7 +208,7 @@ def test_with_a_mean_over_tokens_ignored_targets_are_seen_as_torchs_are():
         return cross_entropy(outputs, targets, ignore_index=5).mean()
 
     def body(comm):
-        step = TrainStep(tiny(), loss, torch.optim.SGD, plan=Plan(sp=2), communicator=comm)
+        step = TrainStep(tiny(), loss, torch.optim.SGD, plan=Plan(cp=2), communicator=comm)
         with pytest.raises(TaskError, match="targets with 5, which is ignored"):
             step(batch)
 

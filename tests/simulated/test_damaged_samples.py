@@ -176,7 +176,7 @@ def test_a_mixture_names_the_source_of_a_damaged_sample():
 
 # ---- training ----
 
-MESHES = [(1, {}), (2, {}), (3, {}), *((size, {axis: 2}) for axis in ("sp", "tp", "pp") for size in (2, 4))]
+MESHES = [(1, {}), (2, {}), (3, {}), *((size, {axis: 2}) for axis in ("cp", "tp", "pp") for size in (2, 4))]
 BAD = {1, 2, 3, 9, 11}
 
 
@@ -219,7 +219,7 @@ def trained(case, size, bad, batch_size=4, *, pp=1):
 def test_training_without_damaged_samples_is_the_same_on_every_mesh(size, axes, bad):
     pp = axes.get("pp", 1)
     others = {axis: count for axis, count in axes.items() if axis != "pp"}
-    case = Case(model="mlp" if axes.get("sp", pp) == 1 else "lm", batch_sizes=(4, 4, 4), **others)
+    case = Case(model="mlp" if axes.get("cp", pp) == 1 else "lm", batch_sizes=(4, 4, 4), **others)
     alone = Case(model=case.model, batch_sizes=(4, 4, 4))
     ((expected, said),) = trained(alone, 1, bad)
     numbers = list(itertools.chain(*(batch for _, batch, _ in said)))
@@ -245,9 +245,9 @@ def test_a_batch_of_damaged_samples_only_is_skipped_and_changes_nothing(size, wh
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("axes", [{"sp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"tp": 2}])
 def test_ranks_that_share_samples_and_cannot_all_read_them_are_refused_on_every_rank(axes):
-    case = Case(model="lm" if "sp" in axes else "mlp", batch_sizes=(4, 4, 4), **axes)
+    case = Case(model="lm" if "cp" in axes else "mlp", batch_sizes=(4, 4, 4), **axes)
 
     def body(comm):
         step = cases.build_step(case, comm.size, comm)

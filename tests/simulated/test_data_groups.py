@@ -34,7 +34,7 @@ def of_group(case, number):
 @pytest.mark.parametrize(("mesh", "hosts", "hosts_of_group", "transport"), PLACES)
 @pytest.mark.parametrize("kind", CASES)
 def test_two_data_groups_in_one_world_train_as_two_worlds_would(kind, mesh, hosts, hosts_of_group, transport):
-    groups = mesh.groups("dp", "sp")
+    groups = mesh.groups("dp", "cp")
 
     def train(case, comm):
         step = build_step(case, 2, comm)
@@ -44,7 +44,7 @@ def test_two_data_groups_in_one_world_train_as_two_worlds_would(kind, mesh, host
 
     def in_one_world(comm):
         number = next(number for number, ranks in enumerate(groups) if comm.rank in ranks)
-        return train(of_group(CASES[kind], number), comm.on_mesh(mesh).along("dp", "sp"))
+        return train(of_group(CASES[kind], number), comm.on_mesh(mesh).along("dp", "cp"))
 
     together = threads.run(4, in_one_world, hosts=hosts)
     for number, ranks in enumerate(groups):

@@ -256,7 +256,7 @@ def test_another_model_is_refused_and_what_differs_is_named(difference):
         assert expected in message
 
 
-@pytest.mark.parametrize("plan", [ff.Plan(dp=2), ff.Plan(pp=2, microbatches=2), ff.Plan(sp=2)])
+@pytest.mark.parametrize("plan", [ff.Plan(dp=2), ff.Plan(pp=2, microbatches=2), ff.Plan(cp=2)])
 def test_another_model_is_refused_on_every_axis(plan):
     first, other = Built().model, BROKEN["model"][1]["model"]
     for _, message in errors(lambda comm: Built(model=other if comm.rank else first, plan=plan).train(comm)):

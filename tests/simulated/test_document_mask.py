@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.axes.context.rules.layout import RINGS, token_positions
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.document_mask import DocumentMask
 from fourfold.testing import threads
 from fourfold.words.errors import TrainingError
@@ -44,7 +44,7 @@ def run(case, tensors, starts, group, mine):
     mask, gqa = DocumentMask(starts[:, mine]), q.shape[1] != k.shape[1]
     attend = F.scaled_dot_product_attention
     if group is not None:
-        attend = functools.partial(sequence_attention, group=group, dropout=case.dropout_args)
+        attend = functools.partial(context_attention, group=group, dropout=case.dropout_args)
         out = attend(q, k, v, mask=mask, enable_gqa=gqa)
     else:
         out = attend(q, k, v, attn_mask=mask, enable_gqa=gqa)

@@ -62,7 +62,7 @@ SETUPS: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
     "master weights": ({"precision": "bf16", "model": "lm", "batch_sizes": (4,) * 5}, 2, 1, 1, "rank 1 .*rank 0"),
     "local steps": ({"sync": "local", "local_steps": 2}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
     "late update": ({"update": "in_forward"}, 3, 1, 1, "rank 1 .*ranks 0 and 2"),
-    "sequence": ({"model": "lm", "sp": 2, "batch_sizes": (4,) * 5}, 2, 1, 1, "rank 1 .*rank 0"),
+    "sequence": ({"model": "lm", "cp": 2, "batch_sizes": (4,) * 5}, 2, 1, 1, "rank 1 .*rank 0"),
 }
 
 

@@ -106,7 +106,7 @@ def test_a_weighted_mean_trains_with_its_weights_where_ranks_share_sequences():
 
     plan = Plan()
     (expected,) = threads.run(1, body)
-    plan = Plan(sp=2)
+    plan = Plan(cp=2)
     for got in threads.run(2, body):
         assert got == pytest.approx(expected, rel=1e-9)
 

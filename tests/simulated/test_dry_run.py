@@ -1,4 +1,4 @@
-"""Laws of the sequence axis's dry run: it finds tokens that interact, even if weights or forward hide it."""
+"""Laws of the context axis's dry run: it finds tokens that interact, even if weights or forward hide it."""
 
 import functools
 import logging
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.context.attach import grad_sum_check
-from fourfold.axes.context.attach.dry_run import DryRunResult, SequenceDryRun
+from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult
 from fourfold.axes.context.attach.token_shards import token_shards
-from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.plan.plan import Plan
 from fourfold.proof.check_config import (
     SEQUENCE_CHECKS,
@@ -146,13 +146,13 @@ WEIGHTS = {
 FITS = MemoryFit()
 
 
-def dry_run(model: nn.Module, *, sp: int = 2, ring: str = "zigzag", fits: MemoryFit = FITS) -> list[DryRunResult]:
+def dry_run(model: nn.Module, *, cp: int = 2, ring: str = "zigzag", fits: MemoryFit = FITS) -> list[DryRunResult]:
     """The result of each rank's dry run."""
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     return [
-        SequenceDryRun(model, inputs, token_shards(SequenceSpec(sp, ring), LENGTH)[i], memory_fit=fits).run()
-        for i in range(sp)
+        ContextDryRun(model, inputs, token_shards(ContextSpec(cp, ring), LENGTH)[i], memory_fit=fits).run()
+        for i in range(cp)
     ]
 
 
@@ -174,14 +174,14 @@ def test_mixing_behind_a_small_weight_or_a_closed_gate_is_refused(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("sp", [2, 4])
-def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(sp, dtype):
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_model_without_mixing_passes_in_float64_whatever_its_dtype(cp, dtype):
     torch.manual_seed(1)
     model = Body().to(dtype)
-    results = dry_run(model, sp=sp)
+    results = dry_run(model, cp=cp)
     assert [(each.problems, each.num_calls, each.config, each.fallback_reason) for each in results] == [
         ([], 1, STRICTEST_SEQUENCE_CHECK, "")
-    ] * sp
+    ] * cp
     assert {each.outputs.dtype for each in results} == {dtype}
     assert sums_problem(model, results) is None
 
@@ -320,7 +320,7 @@ def test_a_step_is_refused_on_every_rank_before_a_weight_changes(make):
             torch.manual_seed(1)
             model = make()
         sgd = functools.partial(torch.optim.SGD, lr=1.0)
-        step = TrainStep(model, loss, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(cp=2), communicator=comm, clip=None)
         before = [p.detach().clone() for p in model.parameters()]
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         inputs = {"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}
@@ -488,7 +488,7 @@ def test_an_operation_without_float64_is_checked_in_its_own_dtype_and_this_is_lo
         with SEEDING, torch.random.fork_rng([]):
             torch.manual_seed(1)
             model = OnlyFloat32()
-        step = TrainStep(model, loss, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(model, loss, sgd, plan=Plan(cp=2), communicator=comm, clip=None)
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
         step(({"tokens": tokens, "positions": torch.arange(LENGTH).expand(2, LENGTH)}, tokens))
 
@@ -530,7 +530,7 @@ def test_gradients_of_inputs_that_hold_features_are_compared(mixes):
     model = Features(mixes=mixes)
     inputs = {"features": torch.randn(2, LENGTH, WIDTH), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
     for index in range(2):
-        problems = SequenceDryRun(model, inputs, token_shards(SequenceSpec(2), LENGTH)[index]).run().problems
+        problems = ContextDryRun(model, inputs, token_shards(ContextSpec(2), LENGTH)[index]).run().problems
         assert ["gradients of the output of the inputs" in problem.got for problem in problems] == [True] * mixes
 
 
@@ -566,7 +566,7 @@ def test_a_dry_run_leaves_gradients_buffers_and_the_generator_as_they_were():
     expected = torch.rand(3)
     torch.manual_seed(2)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    SequenceDryRun(model, inputs, token_shards(SequenceSpec(2), LENGTH)[0]).run()
+    ContextDryRun(model, inputs, token_shards(ContextSpec(2), LENGTH)[0]).run()
     assert torch.equal(torch.rand(3), expected)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {"head.weight"}
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))

@@ -228,8 +228,8 @@ def test_a_feed_batch_on_one_rank_and_a_loader_batch_on_another_do_not_deadlock(
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_batches_are_compared_between_data_ranks_and_not_within_a_sequence_group(dp):
-    case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
+def test_batches_are_compared_between_data_ranks_and_not_within_a_context_group(dp):
+    case = Case(model="lm", batch_sizes=(4,) * 4, cp=2)
 
     def body(comm):
         step = build_case(case, 2 * dp, comm)
@@ -246,8 +246,8 @@ def test_batches_are_compared_between_data_ranks_and_not_within_a_sequence_group
 
 
 def test_ranks_of_a_sequence_group_count_as_one_data_rank():
-    """Only the first of two data ranks has samples: its two ranks (sp = 2) have one batch, the others none."""
-    case = Case(model="lm", batch_sizes=(4,) * 4, sp=2)
+    """Only the first of two data ranks has samples: its two ranks (cp = 2) have one batch, the others none."""
+    case = Case(model="lm", batch_sizes=(4,) * 4, cp=2)
 
     def body(comm):
         step = build_case(case, 4, comm)

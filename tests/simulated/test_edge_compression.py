@@ -101,7 +101,7 @@ MESHES: list[tuple[dict[str, Any], tuple[int, ...], int]] = [
     ({"pp": 2, "dp": 2, "zero": 3, "schedule": "gpipe"}, (1,), 1),
     ({"pp": 2, "schedule": "interleaved", "interleave": 2}, (0, 1, 2), 1),
     ({"pp": 2, "schedule": "zero-bubble", "tp": 2}, (1,), 1),
-    ({"pp": 2, "sp": 2}, (1,), 2),
+    ({"pp": 2, "cp": 2}, (1,), 2),
 ]
 
 

@@ -181,7 +181,7 @@ def test_state_that_depends_on_the_tokens_is_refused_where_ranks_share_sequences
         with SEED_LOCK:
             torch.manual_seed(3)
             attending = Attending(kind).double()
-        step = TrainStep(attending, of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(attending, of_tokens, sgd, plan=Plan(cp=2), communicator=comm, clip=None)
         if kind == "moving mean":
             with pytest.raises(TaskError, match="outputs depend on other ranks' tokens, first in head"):
                 step(batch)

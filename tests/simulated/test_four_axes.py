@@ -1,4 +1,4 @@
-"""The law of the mesh on threads: every pp × dp × sp × tp of eight ranks trains as one device."""
+"""The law of the mesh on threads: every pp × dp × cp × tp of eight ranks trains as one device."""
 
 import pytest
 

@@ -225,8 +225,8 @@ def test_a_loss_without_targets_and_targets_without_a_loss_are_refused():
 
 
 def test_a_models_own_loss_is_refused_where_ranks_share_sequences():
-    with pytest.raises(TaskError, match="sp = 2 and loss = None"):
-        preflight(task(), Plan(sp=2))
+    with pytest.raises(TaskError, match="cp = 2 and loss = None"):
+        preflight(task(), Plan(cp=2))
 
 
 def test_a_feed_of_pairs_gives_tuples():

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
-from bench.sequence_memory import (
+from bench.context_memory import (
     USABLE_BYTES,
     Layout,
+    context_parallel,
     extrapolate_bytes,
     largest_within,
     peak_memory,
-    sequence_parallel,
     tensor_parallel,
 )
 from fourfold.step.peak_memory import PeakMemory
@@ -26,9 +26,9 @@ JOBS = {
     "gathered": tensor_parallel(2, bert.gathered_losses(2)),
     "flash": tensor_parallel(2, bert.losses, attend=bert.flash_attention),
     "tokens split": tensor_parallel(2, split=True),
-    "alone": sequence_parallel(1, "plain"),
-    **{ring: sequence_parallel(4, ring) for ring in ("zigzag", "plain", "rsa", "gather")},
-    **{f"zero {zero}": sequence_parallel(4, "plain", zero=zero) for zero in (1, 2)},
+    "alone": context_parallel(1, "plain"),
+    **{ring: context_parallel(4, ring) for ring in ("zigzag", "plain", "rsa", "gather")},
+    **{f"zero {zero}": context_parallel(4, "plain", zero=zero) for zero in (1, 2)},
 }
 
 
@@ -77,7 +77,7 @@ def test_peak_memory_is_linear_in_the_number_of_layers() -> None:
 def test_the_first_ring_hop_has_the_peak_memory_of_all_hops(ring: str) -> None:
     with torch.device("meta"):
         one_hop, all_hops = (
-            peak_memory(sequence_parallel(8, ring, few_hops=few), SHAPE, batch=3, length=32) for few in (True, False)
+            peak_memory(context_parallel(8, ring, few_hops=few), SHAPE, batch=3, length=32) for few in (True, False)
         )
     assert one_hop.bytes_by_kind == all_hops.bytes_by_kind
 
@@ -89,7 +89,7 @@ def test_merged_blocks_fit_far_larger_batches_than_the_leanest_tensor_parallelis
         return least + (USABLE_BYTES - one) * least / (two - one)
 
     theirs = largest_batch(tensor_parallel(12), 50)
-    merged, full_rows = (largest_batch(sequence_parallel(64, ring, few_hops=True), 500) for ring in ("plain", "rsa"))
+    merged, full_rows = (largest_batch(context_parallel(64, ring, few_hops=True), 500) for ring in ("plain", "rsa"))
     assert merged / theirs >= 13.7
     assert 8 < full_rows / theirs < merged / theirs
 

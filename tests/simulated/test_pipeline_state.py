@@ -62,7 +62,7 @@ def train(step: TrainStep, start: int = 0, stop: int | None = None) -> list[floa
 
 
 def size_of(fields: dict[str, Any]) -> int:
-    return math.prod(fields.get(axis, 1) for axis in ("pp", "dp", "sp", "tp"))
+    return math.prod(fields.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
 
 
 def run(fields: dict[str, Any], body: Any) -> list[Any]:

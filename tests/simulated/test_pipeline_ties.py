@@ -55,7 +55,7 @@ def make_step(comm: Any, model: nn.Module, **fields: Any) -> TrainStep:
     ({"pp": 2, "dp": 2, "zero": 1}, 1),
     ({"pp": 2, "dp": 2, "zero": 3}, 4),
     ({"pp": 2, "tp": 2}, 1),
-    ({"pp": 2, "sp": 2}, 2),
+    ({"pp": 2, "cp": 2}, 2),
     ({"pp": 2, "dp": 2, "zero": 1, "update": "in_backward"}, 1),
     ({"pp": 2, "schedule": "interleaved", "interleave": 2}, 1),
     ({"pp": 2, "dp": 2, "schedule": "interleaved", "interleave": 2, "zero": 3, "update": "in_backward"}, 4),
@@ -72,7 +72,7 @@ def test_a_tied_weight_is_trained_as_on_one_device(fields, hosts):
         loss = step.evaluate(cases.local_batch(batches[0], step.plan.dp, step.dp_index)).loss
         return got, state, loss
 
-    size = fields.get("dp", 1) * fields.get("sp", 1) * fields.get("tp", 1) * fields["pp"]
+    size = fields.get("dp", 1) * fields.get("cp", 1) * fields.get("tp", 1) * fields["pp"]
     for got, state, loss in threads.run(size, body, hosts=hosts):
         assert oracle.deviation(got, expected) <= TOLERANCE
         assert torch.equal(state["lm.head.weight"], state["lm.embedding.weight"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.context.attach.check import ContextCheck
 from fourfold.axes.tensor.attach.check import TensorCheck
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
@@ -54,7 +54,7 @@ def tokens(step: TrainStep) -> Any:
     return {"tokens": inputs[rows], "positions": positions[rows]}, inputs.roll(-1, 1)[rows]
 
 
-MESHES = [{"dp": 2}, {"dp": 2, "zero": 3}, {"sp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "sp": 2, "microbatches": 2}]
+MESHES = [{"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "cp": 2, "microbatches": 2}]
 
 
 @pytest.mark.parametrize("fields", MESHES, ids=str)
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_makes_no_check_again(fields, made, tmp_path):
         step(tokens(step))
         return [weight.clone() for _, weight in step.named_weights()]
 
-    size = plan.dp * plan.sp * plan.tp
+    size = plan.dp * plan.cp * plan.tp
     (expected, *_) = threads.run(size, begin)
     assert made
     made.clear()
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_makes_no_check_again(fields, made, tmp_path):
     ("fields", "check", "fits"),
     [
         ({"dp": 2}, GradientCheck, [False, True]),
-        ({"sp": 2}, SequenceCheck, [False, True]),
+        ({"cp": 2}, ContextCheck, [False, True]),
         ({"tp": 2}, TensorCheck, [False, True, False, True]),
     ],
     ids=str,

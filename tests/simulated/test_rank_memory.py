@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fourfold.axes.context.work.attention import sequence_attention
-from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.comm.ring import RingOverP2P
 from fourfold.model.model_call import call_model
 from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler
@@ -64,7 +64,7 @@ PIPELINES = st.sampled_from(
     + [{"pp": 4, "microbatches": 8, "schedule": "zero-bubble", "recompute": "none"}]
     + [{"pp": 2, "microbatches": 4, "schedule": "interleaved", "interleave": 2}]
 )
-RANKS = st.sampled_from([{}, {"tp": 2}, {"tp": 2, "residual": "split"}, {"sp": 2}, {"sp": 4, "ulysses": 2}])
+RANKS = st.sampled_from([{}, {"tp": 2}, {"tp": 2, "residual": "split"}, {"cp": 2}, {"cp": 4, "ulysses": 2}])
 RECOMPUTES = st.sampled_from(["none", "selective", "full"])
 
 
@@ -155,14 +155,14 @@ RINGS = [("zigzag", 1), ("plain", 1), ("gather", 1), ("rsa", 1), ("zigzag", 2), 
 @pytest.mark.parametrize(("ring", "ulysses"), RINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_sequence_ranks_hold_what_ranks_with_real_tensors_hold(ring: str, ulysses: int, dtype: torch.dtype):
-    plan = Plan(sp=4, ring=ring, ulysses=ulysses)
+    plan = Plan(cp=4, ring=ring, ulysses=ulysses)
     around, heads = (RingOverP2P(FakeChannel(size, size - 1)) for size in (4 // ulysses, ulysses))
-    group = SequenceGroup(around, heads, ring)
+    group = ContextGroup(around, heads, ring)
 
     def real(call: AttentionCall) -> Tensor:
-        return sequence_attention(call.q, call.k, call.v, group)
+        return context_attention(call.q, call.k, call.v, group)
 
-    assert held_by_attention(FakeAttention(plan.sequence_spec), dtype, "meta") == held_by_attention(real, dtype, "cpu")
+    assert held_by_attention(FakeAttention(plan.context_spec), dtype, "meta") == held_by_attention(real, dtype, "cpu")
 
 
 def held_by_attention(attend: AttentionHandler, dtype: torch.dtype, device: str) -> tuple[int, int]:

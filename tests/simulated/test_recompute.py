@@ -72,12 +72,12 @@ def trained(**fields: Any) -> list[TrainingResult]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> dict[str, Any]:
-    pp, dp, sp, tp = draw(st.sampled_from(MESHES))
-    fields: dict[str, Any] = {"pp": pp, "dp": dp, "sp": sp, "tp": tp, "bucket_bytes": 3000}
+    pp, dp, cp, tp = draw(st.sampled_from(MESHES))
+    fields: dict[str, Any] = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "bucket_bytes": 3000}
     fields["microbatches"] = draw(st.sampled_from([1, 2]))
-    if dp * sp > 1:
+    if dp * cp > 1:
         fields["zero"] = draw(st.sampled_from([0, 1, 2, 3]))
-    if sp > 1:
+    if cp > 1:
         fields |= draw(st.sampled_from([{"ring": "zigzag"}, {"ring": "rsa"}, {"ring": "gather"}, {"ulysses": 2}]))
     if tp > 1 and pp == 1:
         fields["residual"] = draw(st.sampled_from(["whole", "split"]))
@@ -89,7 +89,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 @settings(deadline=None, max_examples=3)
 @example({"tp": 2, "dp": 2, "zero": 3, "bucket_bytes": 3000}, "full")
 @example({"pp": 2, "tp": 2, "microbatches": 2}, "selective")
-@example({"pp": 2, "sp": 2, "microbatches": 2, "ring": "rsa"}, "selective")
+@example({"pp": 2, "cp": 2, "microbatches": 2, "ring": "rsa"}, "selective")
 @given(plans(), st.sampled_from(["selective", "full"]))
 def test_recompute_changes_no_bit_of_a_training(fields: dict[str, Any], recompute: str) -> None:
     assert not combination_problems(Plan(**fields))
@@ -384,7 +384,7 @@ def test_selective_goes_round_the_ring_once_in_forward(fields: dict[str, Any], m
     counts = {}
     for recompute in ("none", "selective", "full"):
         calls.clear()
-        train(Plan(sp=2, recompute=recompute, **fields), CASE)
+        train(Plan(cp=2, recompute=recompute, **fields), CASE)
         counts[recompute] = len(calls)
     blocks, steps, ranks = 2, 2, 2
     assert counts["selective"] == counts["none"]

@@ -63,8 +63,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 PLANS = [
-    {"sp": 2},
-    {"sp": 2, "zero": 3},
+    {"cp": 2},
+    {"cp": 2, "zero": 3},
     {"dp": 2, "zero": 3},
     {"dp": 2, "zero": 2, "microbatches": 2},
     {"dp": 2, "update": "in_forward"},
@@ -126,5 +126,5 @@ def test_a_reentrant_checkpoint_that_cannot_be_trained_is_refused_on_every_rank_
         assert found is error
         assert message in text
         assert "use_reentrant=False" in text
-        # With sp > 1, a rank that fails in the middle of backward leaves others waiting in attention.
-        assert ("in the model" in text) == (kind == "twice" and plan.sp > 1)
+        # With cp > 1, a rank that fails in the middle of backward leaves others waiting in attention.
+        assert ("in the model" in text) == (kind == "twice" and plan.cp > 1)

@@ -125,7 +125,7 @@ def test_samples_come_in_order_without_shuffling():
 
 
 def test_the_ranks_of_a_sequence_group_get_the_same_samples():
-    plan = Plan(dp=2, sp=2)
+    plan = Plan(dp=2, cp=2)
     loader = data.DataLoader(Numbers(16), 2, shuffle=True)
     result = [epochs(sharded(loader, 4, rank, plan))[0] for rank in range(4)]
     by_index = {}
@@ -174,7 +174,7 @@ def test_workers_of_different_data_ranks_draw_different_random_numbers(options):
     assert drawn_by_workers(2, 0, **options) == first
     assert drawn_by_workers(2, 0, **options, seed=1) != first
     assert drawn_by_workers(2, 0, generator=8) != first
-    plan = Plan(dp=2, sp=2)
+    plan = Plan(dp=2, cp=2)
     assert drawn_by_workers(4, 2, plan, **options) == drawn_by_workers(4, 3, plan, **options) == second
 
 

@@ -112,7 +112,7 @@ DRAWS = threading.Lock()
 
 
 def dp_index(mesh, rank):
-    return Mesh(pp=mesh[0], dp=mesh[1], sp=mesh[2], tp=mesh[3]).coordinates(rank)["dp"]
+    return Mesh(pp=mesh[0], dp=mesh[1], cp=mesh[2], tp=mesh[3]).coordinates(rank)["dp"]
 
 
 def same(first, second):

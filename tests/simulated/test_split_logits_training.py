@@ -142,11 +142,11 @@ LOSSES = {"ours": (lm.loss, 0), "torch's": (torchs, 0), "softmax": (softmax, 1),
 CASES = [
     ("ours", {"tp": 4}),
     ("ours", {"tp": 2, "microbatches": 3}),  # of two samples: one microbatch is empty
-    ("ours", {"tp": 2, "sp": 2}),  # of 13 tokens: some are padding, whose logits are dropped
+    ("ours", {"tp": 2, "cp": 2}),  # of 13 tokens: some are padding, whose logits are dropped
     ("torch's", {"tp": 2, "dp": 2, "zero": 3}),
     ("torch's", {"tp": 2, "microbatches": 2}),
     ("softmax", {"tp": 4, "microbatches": 2}),
-    ("softmax", {"tp": 2, "sp": 2}),
+    ("softmax", {"tp": 2, "cp": 2}),
     ("with a penalty", {"tp": 2, "microbatches": 3}),
 ]
 
@@ -162,7 +162,7 @@ def test_every_loss_trains_as_on_one_device(name, fields, model, without_dry_run
         step = TrainStep(language_model(model), loss, ADAM, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
         group = count_head(step, "lm")
         first = train(step, batches[:1])[0]
-        group.elements.clear()  # with sp a dry run has seen the first batch
+        group.elements.clear()  # with cp a dry run has seen the first batch
         losses, norms = train(step, batches[1:])
         gathers = [numbers for each, numbers in group.elements if each == "all_gather"]
         assert len(gathers) == num_gathers * min(plan.microbatches, 2 // plan.dp)
@@ -172,7 +172,7 @@ def test_every_loss_trains_as_on_one_device(name, fields, model, without_dry_run
 
 
 @pytest.mark.parametrize("model", [lm.LanguageModel, Checkpointed])
-@pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "sp": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["ours", "torch's", "softmax"])
 def test_the_dry_run_takes_every_loss(name, fields, model):
     plan, (loss, _) = Plan(**fields, bucket_bytes=8000), LOSSES[name]
@@ -213,7 +213,7 @@ class Hooked(lm.LanguageModel):
         return logits
 
 
-@pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "sp": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "cp": 2}], ids=str)
 def test_hooks_on_logits_see_all_classes(fields):
     plan = Plan(**fields, bucket_bytes=8000)
     expected = oracle.train(language_model(Hooked), softmax, ADAM, tokens(2))

@@ -89,7 +89,7 @@ SETUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "LARS": (2, 1, {"optimizer": "LARS"}),
     "AdamW": (2, 1, {"optimizer": "AdamW"}),
     "unused": (2, 1, {"model": "unused", "unused": "allow"}),
-    "sequence": (2, 1, {"model": "lm", "sp": 2, "batch_sizes": (4, 4)}),
+    "sequence": (2, 1, {"model": "lm", "cp": 2, "batch_sizes": (4, 4)}),
 }
 
 

@@ -314,7 +314,7 @@ def test_a_norm_that_one_rank_freezes_is_named_before_the_step():
 
 @pytest.mark.parametrize(("plan", "reason"), [
     (Plan(dp=2, microbatches=2, batch_norm="sync"), "microbatches = 2 .*second forward"),
-    (Plan(dp=2, sp=2, batch_norm="sync"), "sp = 2 .*whole samples"),
+    (Plan(dp=2, cp=2, batch_norm="sync"), "cp = 2 .*whole samples"),
     (Plan(dp=2, sync="local", batch_norm="sync"), 'sync = "local" .*each forward together'),
 ])  # fmt: skip
 def test_plans_without_whole_batches_are_refused_with_the_reason(plan, reason):

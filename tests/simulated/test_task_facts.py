@@ -50,7 +50,7 @@ def test_the_products_of_a_language_model_are_those_of_the_formula():
     assert (products(facts.first), products(facts.last)) == (0, 2 * LENGTH * WIDTH * BYTES)
 
 
-@pytest.mark.parametrize("fields", [{"tp": 2}, {"sp": 2}, {"sp": 2, "tp": 2}, {"tp": 2, "residual": "split"}])
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"tp": 2, "residual": "split"}])
 def test_ranks_of_an_axis_share_the_products_evenly(fields: dict):
     source = TaskFacts(tiny_lm())
     whole, part = (source.facts(Plan(**each)) for each in ({}, fields))
@@ -119,8 +119,8 @@ def test_a_tensor_rank_keeps_its_part_of_the_inputs_of_blocks_that_are_computed_
 
 
 def test_a_ring_sends_keys_and_values_once_in_forward_and_twice_in_backward():
-    facts = TaskFacts(tiny_lm()).facts(Plan(sp=2))
-    assert collectives(facts, "sp") == {(Change.ALL_GATHER, 2 * 4.0 * LENGTH * WIDTH): (1, 2, 1)}
+    facts = TaskFacts(tiny_lm()).facts(Plan(cp=2))
+    assert collectives(facts, "cp") == {(Change.ALL_GATHER, 2 * 4.0 * LENGTH * WIDTH): (1, 2, 1)}
 
 
 def test_params_have_one_segment_each_and_those_of_a_stage_are_its_own():
@@ -225,7 +225,7 @@ def test_heads_that_cannot_be_divided_are_a_problem_of_the_plan():
     source = TaskFacts(tiny_lm())
     for _ in range(2):  # the second one is remembered
         with pytest.raises(PlanError, match="ulysses = 4, 2 heads"):
-            source.facts(Plan(sp=4, ulysses=4))
+            source.facts(Plan(cp=4, ulysses=4))
 
 
 def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
@@ -243,7 +243,7 @@ def count_calls(monkeypatch, name: str) -> list[tuple[object, ...]]:
 def test_activations_are_counted_when_they_are_read_and_kernels_once_for_alike_variants(monkeypatch):
     forwards, memories = (count_calls(monkeypatch, f"record_{each}") for each in ("forward", "memory"))
     source = TaskFacts(tiny_lm())
-    variants = [source.facts(plan) for plan in (Plan(sp=2), Plan(sp=2, ulysses=2), Plan(sp=2, ring="gather"))]
+    variants = [source.facts(plan) for plan in (Plan(cp=2), Plan(cp=2, ulysses=2), Plan(cp=2, ring="gather"))]
     assert len(forwards) == 3  # numbers of samples
     assert memories == []
     assert {each.blocks[0].operations for each in variants} == {variants[0].blocks[0].operations}

@@ -36,7 +36,7 @@ from tests.cases import SEED_LOCK
 
 TOLERANCE = 1e-9
 MESHES = [
-    Mesh(dp=8 // sp // tp, sp=sp, tp=tp) for sp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if sp * tp <= 8
+    Mesh(dp=8 // cp // tp, cp=cp, tp=tp) for cp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if cp * tp <= 8
 ]  # fmt: skip
 SIZES = {"width": 32, "layers": 1, "heads": 8, "kv_heads": 2}
 VOCABULARY = 57  # no place of the tensor axis has as many rows as another
@@ -88,9 +88,9 @@ def train(step: TrainStep, batches: list[Any]) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"dp{mesh.dp} sp{mesh.sp} tp{mesh.tp}")
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"dp{mesh.dp} cp{mesh.cp} tp{mesh.tp}")
 def test_every_mesh_of_eight_ranks_trains_as_one_device(mesh, zero, without_dry_run):
-    plan = Plan(dp=mesh.dp, sp=mesh.sp, tp=mesh.tp, zero=zero, bucket_bytes=8000)
+    plan = Plan(dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, zero=zero, bucket_bytes=8000)
 
     def body(comm):
         step = TrainStep(
@@ -183,7 +183,7 @@ def eight_heads_on_one_device(kind: str) -> oracle.TrainingResult:
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_models_of_transformers_train_as_on_one_device_on_every_mesh_of_eight_ranks(kind, number, without_dry_run):
     mesh, expected = MESHES[number], eight_heads_on_one_device(kind)
-    plan = Plan(dp=mesh.dp, sp=mesh.sp, tp=mesh.tp, zero=number % 4, bucket_bytes=8000)
+    plan = Plan(dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, zero=number % 4, bucket_bytes=8000)
 
     def body(comm):
         model = hugging_face(kind, **EIGHT_HEADS)
@@ -218,7 +218,7 @@ def test_the_bias_that_untied_bert_does_not_use_is_named_and_may_be_allowed(tp):
     {"dp": 2, "update": "in_forward", "zero": 3},
     {"dp": 2, "update": "in_backward", "zero": 2},
     {"dp": 2, "unused": "allow", "zero": 1},
-    {"sp": 2, "ring": "gather", "zero": 1},
+    {"cp": 2, "ring": "gather", "zero": 1},
 ], ids=str)  # fmt: skip
 def test_the_tensor_axis_goes_with_other_fields(fields):
     plan = Plan(tp=2, **fields, bucket_bytes=8000)

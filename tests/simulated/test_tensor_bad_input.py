@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(("words", "parts"), [
     ("lm tp=3 heads=4", ["heads = 4, tp = 3 need heads divisible by tp try tp = 2 or 4",
                          '"blocks.*.mlp.down" has 352 inputs, tp = 3']),
-    ("lm sp=2 tp=2 ulysses=2 kv_heads=2", ["a tensor rank has 2 heads, 1 kv_heads need each divisible by ulysses"]),
+    ("lm cp=2 tp=2 ulysses=2 kv_heads=2", ["a tensor rank has 2 heads, 1 kv_heads need each divisible by ulysses"]),
     ("lm tp=2 dims=head:tp", ['dims has "head:tp"', "try heads:tp"]),
     ("mine.py:mlp tp=4", ['"*.up" has 18 outputs, tp = 4', '"*.down" has 18 inputs, tp = 4', "try tp = 2, 3, 6 or 9"]),
     ("mine.py:mlp tp=2 dims=mlp:tp~model:tp", ["and mlp and model are on tp need one dim of a weight on an axis"]),

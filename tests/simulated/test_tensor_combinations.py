@@ -55,12 +55,12 @@ _one_device, _local_sgd, _codec = map(functools.cache, (cases.train_oracle, loca
 
 def expected(case: Case, dp: int, tp: int = 1) -> TrainingResult:
     """The result of one process."""
-    changes = {"update": "after", "microbatches": 1, "zero": 0, "sp": 1, "bucket_bytes": CASE.bucket_bytes}
+    changes = {"update": "after", "microbatches": 1, "zero": 0, "cp": 1, "bucket_bytes": CASE.bucket_bytes}
     if case.codec != "none":
         # The transport divides by the first step's count, and reduces each microbatch where gradients rest split.
         count = float(case.batch_sizes[0] * case.length)
         shards = 1 if case.codec in ("bf16", "fp16") else tp  # casts are the same however a parameter is cut
-        return _codec(dataclasses.replace(case, update="after", sp=1), dp, tp=shards, unit=count)
+        return _codec(dataclasses.replace(case, update="after", cp=1), dp, tp=shards, unit=count)
     plain = dataclasses.replace(case, **changes)
     return _local_sgd(plain, dp) if case.sync == "local" else _one_device(plain)
 
@@ -76,7 +76,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2} | LAMB,
     {"dp": 2, "tp": 2, "zero": 3, "update": "in_forward"} | LARS,
     {"dp": 4, "tp": 2, "zero": 2, "shard": 2} | LAMB,
-    {"sp": 2, "tp": 2, "zero": 1} | LAMB,
+    {"cp": 2, "tp": 2, "zero": 1} | LAMB,
     {"tp": 2} | DILOCO,
     {"dp": 2, "tp": 2, "clip": 0.05} | LOCAL,
     {"dp": 2, "tp": 4, "clip": 0.05, "microbatches": 2} | DILOCO,
@@ -113,7 +113,7 @@ def test_what_goes_with_the_tensor_axis_trains_as_in_one_process(fields, without
     dp, tp, of_case = fields.get("dp", 1), fields["tp"], {k: v for k, v in fields.items() if k not in ("dp", "tp")}
     case = dataclasses.replace(CASE, **of_case)
     wanted = expected(case, dp, tp)
-    for got in threads.run(dp * case.sp * tp, lambda comm: train(comm, case, tp=tp)):
+    for got in threads.run(dp * case.cp * tp, lambda comm: train(comm, case, tp=tp)):
         assert oracle.deviation(got, wanted) <= TOLERANCE
 
 

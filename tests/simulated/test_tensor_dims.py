@@ -14,7 +14,7 @@ from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import ADAM, TOLERANCE, deviation, language_model, one_device, tokens, train
 
 
-@pytest.mark.parametrize("dims", ["mlp:tp", "heads:tp batch:dp", "vocab:tp length:sp"])
+@pytest.mark.parametrize("dims", ["mlp:tp", "heads:tp batch:dp", "vocab:tp length:cp"])
 def test_every_choice_of_dims_trains_as_one_device(dims):
     plan = Plan(dp=2, tp=2, dims=dims)
 
@@ -41,7 +41,7 @@ def test_heads_are_divided_among_tensor_ranks_and_again_by_ulysses():
             return lm.LanguageModel(width=32, layers=1, heads=8, kv_heads=4).double()
 
     def body(comm):
-        plan = Plan(sp=2, tp=2, ulysses=2)
+        plan = Plan(cp=2, tp=2, ulysses=2)
         step = TrainStep(model(), lm.loss, ADAM, plan=plan, communicator=comm, clip=0.5, tensor=lm.TENSOR_RULES)
         return [step(batch).loss for batch in tokens(8)]
 
@@ -50,7 +50,7 @@ def test_heads_are_divided_among_tensor_ranks_and_again_by_ulysses():
         assert losses == pytest.approx(expected.losses, rel=TOLERANCE)
     got = r"ulysses = 2, tp = 4, and a tensor rank has 2 heads, 1 kv_heads .*try ulysses = 1"
     with pytest.raises(PlanError, match=got):
-        place_shards(model(), lm.TENSOR_RULES, Plan(sp=2, tp=4, ulysses=2).tensor_spec)
+        place_shards(model(), lm.TENSOR_RULES, Plan(cp=2, tp=4, ulysses=2).tensor_spec)
 
 
 def test_a_dim_that_the_model_does_not_have_is_rejected_on_one_rank_too():

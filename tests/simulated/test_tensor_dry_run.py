@@ -61,7 +61,7 @@ def finished(monkeypatch):
     return passed
 
 
-@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "sp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
 def test_the_language_model_passes_once(fields, finished):
     plan = Plan(**fields)
 

@@ -74,7 +74,7 @@ def train(step: TrainStep, case: Case = CASE, *, start: int = 0, stop: int | Non
 
 
 def size_of(fields: dict[str, Any]) -> int:
-    return math.prod(fields.get(axis, 1) for axis in ("dp", "sp", "tp"))
+    return math.prod(fields.get(axis, 1) for axis in ("dp", "cp", "tp"))
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def test_the_state_is_that_of_one_device_and_loading_it_changes_nothing(fields):
     ("saved_on", "loaded_on"),
     [
         ({"tp": 4, "zero": 1}, {"dp": 2, "tp": 2}),
-        ({"dp": 2, "tp": 2, "zero": 3, "hosts": 2}, {"sp": 2, "tp": 2, "zero": 1}),
+        ({"dp": 2, "tp": 2, "zero": 3, "hosts": 2}, {"cp": 2, "tp": 2, "zero": 1}),
         ({"dp": 3, "zero": 1}, {"tp": 4}),
         (UNEVEN, {"dp": 2, "tp": 2}),
     ],

@@ -77,19 +77,19 @@ def train_singly(model, batches):
     [
         {},
         {"dp": 2},
-        {"sp": 2},
-        {"sp": 3, "ring": "plain"},
-        {"sp": 2, "ring": "rsa"},
-        {"sp": 2, "ring": "gather", "dp": 2},
-        {"sp": 4, "ulysses": 2},
-        {"tp": 2, "sp": 2},
+        {"cp": 2},
+        {"cp": 3, "ring": "plain"},
+        {"cp": 2, "ring": "rsa"},
+        {"cp": 2, "ring": "gather", "dp": 2},
+        {"cp": 4, "ulysses": 2},
+        {"tp": 2, "cp": 2},
         {"pp": 2, "microbatches": 2},
-        {"pp": 2, "sp": 2, "microbatches": 2},
+        {"pp": 2, "cp": 2, "microbatches": 2},
     ],
     ids=str,
 )
 def test_training_on_rows_equals_training_on_documents_singly(fields):
-    length, numbers = 25, np.random.default_rng(3)  # 25 divides by no sp: rows are padded once more
+    length, numbers = 25, np.random.default_rng(3)  # 25 divides by no cp: rows are padded once more
     batches = [[numbers.integers(0, 256, size).tolist() for size in numbers.integers(2, 20, 12)] for _ in range(3)]
     with SEED_LOCK, torch.random.fork_rng([]):
         torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""transformers models over the sequence axis train as in one process, unchanged. Nothing is downloaded."""
+"""transformers models over the context axis train as in one process, unchanged. Nothing is downloaded."""
 
 import copy
 import functools
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.dry_run import SequenceDryRun
+from fourfold.axes.context.attach.dry_run import ContextDryRun
 from fourfold.axes.context.attach.token_shards import token_shards
-from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.model.transformers_attention import ATTENTION_NAME
 from fourfold.plan.plan import Plan
 from fourfold.proof.check_config import STRICTEST_SEQUENCE_CHECK
@@ -102,12 +102,12 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_transformers_model_is_trained_as_in_one_process(kind, sp, masked):
+def test_a_transformers_model_is_trained_as_in_one_process(kind, cp, masked):
     given = batches(masked=masked)
     single_process = expected(kind, given)
-    trained = threads.run(sp, lambda comm: train(comm, kind, Plan(sp=sp), given))
+    trained = threads.run(cp, lambda comm: train(comm, kind, Plan(cp=cp), given))
     assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
@@ -115,13 +115,13 @@ def test_a_transformers_model_is_trained_as_in_one_process(kind, sp, masked):
 def test_lengths_that_do_not_divide_are_padded(kind):
     given = batches(masked=True, length=13)
     single_process = expected(kind, given)
-    trained = threads.run(2, lambda comm: train(comm, kind, Plan(sp=2, ring="plain"), given))
+    trained = threads.run(2, lambda comm: train(comm, kind, Plan(cp=2, ring="plain"), given))
     assert max(oracle.deviation(each, single_process) for each in trained) <= TOLERANCE
 
 
 def test_outside_a_step_a_model_keeps_its_configured_attention():
     def body(comm):
-        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(copy.deepcopy(made("llama")), loss, adamw, plan=Plan(cp=2), communicator=comm, clip=None)
         step(batches()[0])
         return getattr(step.model.config, "_attn_implementation")  # noqa: B009
 
@@ -134,7 +134,7 @@ def test_packed_documents_are_refused(kind, first):
     given = batches()[: first + 1]
     given[first][0].update(position_ids=torch.arange(LENGTH).remainder(5).expand(4, LENGTH), attention_mask=None)
     with pytest.raises(TaskError, match=r"(?s)in the batch.*packed documents"):
-        threads.run(2, lambda comm: train(comm, kind, Plan(sp=2), given))
+        threads.run(2, lambda comm: train(comm, kind, Plan(cp=2), given))
 
 
 def test_sliding_windows_are_refused():
@@ -149,7 +149,7 @@ def test_sliding_windows_are_refused():
             **SMALL,
         )
         model = transformers.MistralForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(cp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"a mask by sliding_window_causal_mask_function|a mask by and_masks"):
         threads.run(2, body)
@@ -164,7 +164,7 @@ def test_linear_attention_is_refused_with_the_module():
 
     def body(comm):
         model = transformers.Qwen3NextForCausalLM(config)
-        TrainStep(model, loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
+        TrainStep(model, loss, adamw, plan=Plan(cp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"depend on other ranks' tokens, first in model\.layers\.0\.linear_attn"):
         threads.run(2, body)
@@ -174,7 +174,7 @@ def test_a_model_without_attention_interface_is_refused():
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **SMALL))
-    (problem,) = SequenceDryRun(model, batches()[0][0], token_shards(SequenceSpec(2), LENGTH)[0]).run().problems
+    (problem,) = ContextDryRun(model, batches()[0][0], token_shards(ContextSpec(2), LENGTH)[0]).run().problems
     assert "a FalconForCausalLM that fails with another attention function" in problem.got
 
 
@@ -184,7 +184,7 @@ def test_a_mixture_of_experts_passes_the_dry_run_in_float64():
     torch.manual_seed(3)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **options, **SMALL))
     for index in range(2):
-        result = SequenceDryRun(model, batches()[0][0], token_shards(SequenceSpec(2), LENGTH)[index]).run()
+        result = ContextDryRun(model, batches()[0][0], token_shards(ContextSpec(2), LENGTH)[index]).run()
         assert (result.problems, result.config) == ([], STRICTEST_SEQUENCE_CHECK)
 
 
@@ -198,12 +198,12 @@ def test_a_model_that_computes_its_own_positions_is_refused():
             return self.inner(input_ids)
 
     def body(comm):
-        TrainStep(Blind(), loss, adamw, plan=Plan(sp=2), communicator=comm, clip=None)(batches()[0])
+        TrainStep(Blind(), loss, adamw, plan=Plan(cp=2), communicator=comm, clip=None)(batches()[0])
 
     with pytest.raises(TaskError, match=r"does not use position_ids"):
         threads.run(2, body)
 
 
 def test_the_attention_name_is_registered_after_use():
-    threads.run(2, lambda comm: train(comm, "llama", Plan(sp=2), batches()[:1]))
+    threads.run(2, lambda comm: train(comm, "llama", Plan(cp=2), batches()[:1]))
     assert ATTENTION_NAME in transformers.AttentionInterface()

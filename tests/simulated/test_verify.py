@@ -201,7 +201,7 @@ def table(verdict: VerifyResult) -> str:
 
 def compared(*steps: tuple[float, float], **fields) -> VerifyResult:
     """A comparison of a loss and a weight, which deviate by these numbers, by step."""
-    result = VerifyResult("lm on dp 2 × sp 2, compared with one device: 3 steps in float64", **fields)
+    result = VerifyResult("lm on dp 2 × cp 2, compared with one device: 3 steps in float64", **fields)
     comparison, zero = Comparison(result), torch.zeros((), dtype=torch.float64)
     for number, (loss, weight) in enumerate(steps, 1):
         got = {"loss": {"": zero + loss}, "weight": {"a": zero + weight, "b": zero}}
@@ -211,7 +211,7 @@ def compared(*steps: tuple[float, float], **fields) -> VerifyResult:
 
 def test_the_table_shows_what_was_compared_and_what_was_left_out():
     text = table(compared((1e-12, 1e-5), (1e-12, float("nan")), num_dropouts=2, randomness=["block (Noisy)"]))
-    assert text.startswith("lm on dp 2 × sp 2, compared with one device: 3 steps in float64")
+    assert text.startswith("lm on dp 2 × cp 2, compared with one device: 3 steps in float64")
     assert "  a            inf*" in text
     assert "  b        0.0e+00" in text
     assert "largest deviation inf" in text

@@ -246,12 +246,12 @@ def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
     ("kind", "match"),
     [
         ("moving mean", "outputs depend on other ranks' tokens, first in head"),
-        ("clamp always", r"sp > 1 and a forward that writes the trained weight head\.bias"),
+        ("clamp always", r"cp > 1 and a forward that writes the trained weight head\.bias"),
     ],
 )
 def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kind, match):
     def body(comm):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(cp=2), communicator=comm, clip=None)
         with pytest.raises(TaskError, match=match):
             step(TEXTS_BATCH)
 
@@ -261,7 +261,7 @@ def test_weights_that_forward_writes_are_refused_where_ranks_share_sequences(kin
 @pytest.mark.parametrize("kind", ["none", "clamp"])
 def test_weights_that_forward_writes_equally_are_trained_where_ranks_share_sequences(kind):
     def body(comm):
-        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(sp=2), communicator=comm, clip=None)
+        step = TrainStep(attending(kind), of_tokens, sgd, plan=Plan(cp=2), communicator=comm, clip=None)
         return oracle.snapshot(step, [step(TEXTS_BATCH).loss for _ in range(3)], [])
 
     expected = oracle.train(attending(kind), of_tokens, sgd, [TEXTS_BATCH] * 3)

@@ -81,7 +81,7 @@ def refused_groups() -> str:
 def trained_in_team(mesh: dict[str, int], zero: int) -> list[Any]:
     """What joins the data ranks of this rank's team, and the losses and weights of their training."""
     case = Case(zero=zero, clip=0.5)
-    data_ranks = world_on(mesh).along("dp", "sp")
+    data_ranks = world_on(mesh).along("dp", "cp")
     step = build_step(case, data_ranks.size, data_ranks)
     trained = train_step(case, step)
     return [step.transport_name, trained.losses, {name: weight.tolist() for name, weight in trained.weights.items()}]

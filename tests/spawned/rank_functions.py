@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fourfold as ff
-from fourfold.axes.context.work.sequence_group import connect_sequence
+from fourfold.axes.context.work.context_group import connect_context
 from fourfold.cli.job import parse_job
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
@@ -111,7 +111,7 @@ def attentions(choice: str, host: str | None) -> dict[str, Any]:
     for (ring, ulysses), cases in by_layout:
         meter = CommMeter()
         with fake_hosts(host):
-            axis = connect_sequence(comm, meter, ring=ring, ulysses=ulysses, transport=choice)
+            axis = connect_context(comm, meter, ring=ring, ulysses=ulysses, transport=choice)
         names |= {link.name for link in axis.groups if link.size > 1}
         for case in itertools.islice(cases, 0, None, 5):  # All of them are run on ranks that are threads.
             tensors = attention_oracle.make_tensors(case)

@@ -31,7 +31,7 @@ class Counted:
 
 def reads(folder: str, shared: bool, **fields: Any) -> list[Any]:
     """What this rank reads for the training and the validation of a run, and the losses."""
-    sharing = [fields.get(axis, 1) for axis in ("sp", "tp", "pp")]
+    sharing = [fields.get(axis, 1) for axis in ("cp", "tp", "pp")]
     plan = ff.Plan(dp=dist.get_world_size() // math.prod(sharing), **fields)
     task = lm.task(width=32, layers=2, heads=4, kv_heads=4, length=32, valid_bytes=2048)
     data = task.data()

@@ -45,11 +45,11 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
 
 
-def train(folder: str, dp: int, sp: int, *, save: bool = False, resume: bool = False) -> dict[str, Any]:
+def train(folder: str, dp: int, cp: int, *, save: bool = False, resume: bool = False) -> dict[str, Any]:
     """The losses of this rank's steps, and what its generator draws after them."""
     torch.manual_seed(1)
     model = StochasticDepth().double()
-    step = parallelize(model, loss, lambda p: torch.optim.AdamW(p, lr=1e-2), ff.Plan(dp=dp, sp=sp), seed=SEED)
+    step = parallelize(model, loss, lambda p: torch.optim.AdamW(p, lr=1e-2), ff.Plan(dp=dp, cp=cp), seed=SEED)
     feed = Feed([(torch.zeros(1), torch.zeros(1)) for _ in range(8)], batch_size=8)
     keeper = CheckpointManager(TrainingState(step, feed), AttemptDir(Path(folder), "a"), MemoryLog(), seed=SEED)
     first = 0

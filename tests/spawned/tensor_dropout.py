@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.context.attach.check import ContextCheck
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.model.draw_slices import DrawSlices
@@ -147,14 +147,14 @@ def trainings(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What this rank has drawn and trained, by run. Of the dry runs, that of the tensor axis is made."""
     with (
         mock.patch.object(ForwardCheck, "is_needed", return_value=False),
-        mock.patch.object(SequenceCheck, "is_needed", return_value=False),
+        mock.patch.object(ContextCheck, "is_needed", return_value=False),
     ):
         return [_training(**fields) for fields in runs]
 
 
 def _training(**fields: Any) -> dict[str, Any]:
     plan = ff.Plan(**fields)
-    net = make_net(eager if plan.sp == 1 else sdpa, checkpoints=True)
+    net = make_net(eager if plan.cp == 1 else sdpa, checkpoints=True)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     step = ff.parallelize(net, token_loss, optimizer, plan, clip=1e9, seed=SEED, drift_check=1, tensor=RULES)
     batches = [cases.local_batch(batch, plan.dp, step.dp_index) for batch in token_batches()]
@@ -181,12 +181,12 @@ def _repeats(drop: Drop) -> bool:
     return len(drop.kept_again) == len(drop.kept) > 0 and all(map(torch.equal, drop.kept, drop.kept_again))
 
 
-def resumes(folder: str, dp: int, sp: int, tp: int) -> bool:
+def resumes(folder: str, dp: int, cp: int, tp: int) -> bool:
     """Whether a run that resumes after its first step goes on with the same bits. Saved in `folder`."""
 
     def make_step() -> tuple[TrainStep, CheckpointManager]:
-        net, optimizer = make_net(eager if sp == 1 else sdpa), functools.partial(torch.optim.SGD, lr=0.1)
-        step = ff.parallelize(net, token_loss, optimizer, ff.Plan(dp=dp, sp=sp, tp=tp), seed=SEED, tensor=RULES)
+        net, optimizer = make_net(eager if cp == 1 else sdpa), functools.partial(torch.optim.SGD, lr=0.1)
+        step = ff.parallelize(net, token_loss, optimizer, ff.Plan(dp=dp, cp=cp, tp=tp), seed=SEED, tensor=RULES)
         return step, CheckpointManager(TrainingState(step, None), AttemptDir(Path(folder), "a"), MemoryLog(), seed=SEED)
 
     step, manager = make_step()

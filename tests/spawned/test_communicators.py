@@ -35,16 +35,16 @@ def test_a_group_made_again_does_not_meet_the_one_before(world):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_teams_of_one_host_have_memory_of_their_own(world, mesh):
-    every_axes: list[list[Axis]] = [["pp"], ["dp"], ["tp"], ["dp", "sp"], ["pp", "dp", "tp"]]
+    every_axes: list[list[Axis]] = [["pp"], ["dp"], ["tp"], ["dp", "cp"], ["pp", "dp", "tp"]]
     for axes in every_axes:
         results = world(4).run(f"{CASES}:written_in_team_memory", mesh=mesh, axes=axes)
         assert results == [list(Mesh(**mesh).peers(rank, *axes)) for rank in range(4)]
 
 
 def test_the_world_and_a_rank_alone_need_no_process_group_and_a_team_one(world):
-    axes = [["dp", "sp"], ["tp"], ["pp", "tp"], ["sp"], ["sp", "tp"]]
+    axes = [["dp", "cp"], ["tp"], ["pp", "tp"], ["cp"], ["cp", "tp"]]
     assert (
-        world(4).run(f"{CASES}:num_groups_made", mesh={"dp": 2, "sp": 2}, axes_in_order=axes) == [[0, 0, 0, 1, 1]] * 4
+        world(4).run(f"{CASES}:num_groups_made", mesh={"dp": 2, "cp": 2}, axes_in_order=axes) == [[0, 0, 0, 1, 1]] * 4
     )
 
 

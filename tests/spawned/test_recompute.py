@@ -2,9 +2,9 @@
 
 RUNS = [
     {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
-    {"sp": 2, "tp": 2, "zero": 2},
+    {"cp": 2, "tp": 2, "zero": 2},
     {"pp": 2, "tp": 2, "microbatches": 2},
-    {"pp": 2, "sp": 2, "microbatches": 2, "zero": 1},
+    {"pp": 2, "cp": 2, "microbatches": 2, "zero": 1},
 ]
 
 

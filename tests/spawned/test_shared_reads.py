@@ -5,7 +5,7 @@ import pytest
 CASES = "tests.spawned.shared_reads"
 
 
-@pytest.mark.parametrize("fields", [{"sp": 2}, {"pp": 2, "microbatches": 2}, {"sp": 2, "tp": 2}])
+@pytest.mark.parametrize("fields", [{"cp": 2}, {"pp": 2, "microbatches": 2}, {"cp": 2, "tp": 2}])
 def test_a_run_reads_once_what_ranks_share_and_trains_the_same(world, tmp_path, fields):
     run, options = world(4 if "tp" in fields else 2).run, {"folder": str(tmp_path), **fields}
     shared = run(f"{CASES}:reads", shared=True, **options)
@@ -17,7 +17,7 @@ def test_a_run_reads_once_what_ranks_share_and_trains_the_same(world, tmp_path, 
         assert all(count <= 2 < min(alone) for count in counts[1:]), (counts, alone)  # a sample, for its shapes
 
 
-@pytest.mark.parametrize(("size", "fields"), [(2, {"sp": 2}), (4, {"dp": 2, "tp": 2})])
+@pytest.mark.parametrize(("size", "fields"), [(2, {"cp": 2}), (4, {"dp": 2, "tp": 2})])
 def test_a_loop_of_ones_own_reads_once_too(world, size, fields):
     shared, own = (world(size).run(f"{CASES}:own_loop", shared=each, **fields) for each in (True, False))
     assert [batches for batches, _ in shared] == [batches for batches, _ in own]

@@ -6,7 +6,7 @@ from fourfold.testing.oracle import TOLERANCE
 
 CASES = "tests.spawned.tensor_axis"
 # Fewer heads of keys and values than tensor ranks; tensor ranks with sharded weights, and with a sequence.
-PLANS = [{"tp": 4}, {"dp": 2, "tp": 2, "zero": 3}, {"sp": 2, "tp": 2, "zero": 1}]
+PLANS = [{"tp": 4}, {"dp": 2, "tp": 2, "zero": 3}, {"cp": 2, "tp": 2, "zero": 1}]
 
 
 @pytest.mark.parametrize(("plans", "host"), [

@@ -34,8 +34,8 @@ def test_tensor_ranks_drop_the_same_whole_features_and_data_ranks_others(world):
 
 
 RUNS = [
-    {"dp": 4 // sp // tp, "sp": sp, "tp": tp, "zero": zero, "microbatches": microbatches}
-    for sp, tp, zero, microbatches in [(1, 2, 3, 1), (1, 4, 0, 2), (2, 2, 2, 2)]
+    {"dp": 4 // cp // tp, "cp": cp, "tp": tp, "zero": zero, "microbatches": microbatches}
+    for cp, tp, zero, microbatches in [(1, 2, 3, 1), (1, 4, 0, 2), (2, 2, 2, 2)]
 ]
 
 
@@ -83,7 +83,7 @@ def masked_attention(masks: list):
 
 
 def attention_mask(step: int, call: int, dp: int) -> Tensor:
-    """What Fourfold drops in attention with sp > 1, of all heads."""
+    """What Fourfold drops in attention with cp > 1, of all heads."""
     samples = torch.cat([torch.arange(8 // dp) + (index << 32) for index in range(dp)])
     dropout, tokens = AttentionDropout(P, SEED, step, call, samples), torch.arange(LENGTH)
     return DropoutMask(dropout, samples, torch.arange(HEADS), tokens, tokens).keep_mask(slice(None), slice(None))
@@ -93,10 +93,10 @@ def attention_mask(step: int, call: int, dp: int) -> Tensor:
 def test_one_device_with_the_same_masks_trains_the_same(trained, number):
     run, ranks = RUNS[number], trained[number]
     hashed = [attention_mask(step, call, run["dp"]) for step in range(2) for call in range(2)]
-    net = make_net(eager if run["sp"] == 1 else masked_attention(hashed))
+    net = make_net(eager if run["cp"] == 1 else masked_attention(hashed))
     for name in ranks[0]["kept"]:
         index, _, drop = name.partition(".")
-        if run["sp"] == 1 or drop != "scores":
+        if run["cp"] == 1 or drop != "scores":
             module = net.blocks[int(index)].get_submodule(drop)
             assert isinstance(module, Drop)
             module.masks = [whole_mask(name, step, run, ranks) for step in range(2)]
@@ -122,7 +122,7 @@ def test_one_device_with_the_same_masks_trains_the_same(trained, number):
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)
 def test_a_resumed_run_drops_what_it_would_have_dropped(world, tmp_path, mesh):
-    mesh = dict(zip(("dp", "sp", "tp"), mesh, strict=True))
+    mesh = dict(zip(("dp", "cp", "tp"), mesh, strict=True))
     assert all(world(4).run("tests.spawned.tensor_dropout:resumes", folder=str(tmp_path), **mesh))
 
 
@@ -130,9 +130,9 @@ HUGGING_FACE = [
     {"kind": "gpt2", "attention": "eager", "dp": 2, "tp": 2},
     {"kind": "gpt2", "attention": "sdpa", "tp": 4},
     # Another module drops out here, unless the model attends through Fourfold's interface.
-    {"kind": "gpt2", "attention": "eager", "options": {"reorder_and_upcast_attn": True}, "sp": 2, "tp": 2},
+    {"kind": "gpt2", "attention": "eager", "options": {"reorder_and_upcast_attn": True}, "cp": 2, "tp": 2},
     {"kind": "bert", "attention": "eager", "tp": 4},
-    {"kind": "bert", "attention": "sdpa", "sp": 2, "tp": 2},
+    {"kind": "bert", "attention": "sdpa", "cp": 2, "tp": 2},
 ]
 
 
@@ -156,7 +156,7 @@ def test_slices_are_dropped_independently_and_states_stay_equal(trained):
             for first, second in itertools.combinations(range(4), 2):
                 same_samples = ranks[first]["dp"] == ranks[second]["dp"]
                 assert (ranks[first]["state"] == ranks[second]["state"]) == same_samples
-                if name == "scores" and run["sp"] > 1:
+                if name == "scores" and run["cp"] > 1:
                     continue
                 a, b = (torch.tensor(ranks[rank]["kept"][f"1.{name}"]) for rank in (first, second))
                 agreements.append((a == b).double().mean().item())

@@ -93,10 +93,10 @@ class _Rank:
 
     def __init__(self, step: TrainStep) -> None:
         mesh, self.step = step.plan.mesh, step
-        peers, self._num_places = mesh.peers(step.rank, "dp", "sp"), mesh.tp
+        peers, self._num_places = mesh.peers(step.rank, "dp", "cp"), mesh.tp
         self._num_ranks = len(peers)
-        self.is_first = step.rank == mesh.peers(step.rank, "dp", "sp", "tp")[0]
-        self.place = place_of(mesh, step.rank, "dp", "sp")
+        self.is_first = step.rank == mesh.peers(step.rank, "dp", "cp", "tp")[0]
+        self.place = place_of(mesh, step.rank, "dp", "cp")
         self.replicated = Holders(peers.index(step.rank), len(peers), self._num_places)
         self.alone = Holders(num_parts=len(peers) * self._num_places)
         self.reports_scalars = step.state_layout.replica[0] == 0
@@ -194,7 +194,7 @@ def data_state(feed: Feed | None) -> DataState | None:
 def rng_state(step: TrainStep) -> RngState | None:
     """The state of this rank's torch generators; None if another rank saves that of its place."""
     mesh, device = step.plan.mesh, step.device
-    if step.rank != mesh.peers(step.rank, "sp", "tp")[0]:
+    if step.rank != mesh.peers(step.rank, "cp", "tp")[0]:
         return None
     cpu, *on_device = map(_to_hex, states_of(device))
     return RngState(cpu, "".join(on_device), random_place(mesh, step.rank))

@@ -127,7 +127,7 @@ def _optimizer_state(step: TrainStep, tensors: Sequence[TensorReader]) -> Tensor
     """This rank's state of a parameter; where other ranks saved states of their own, the mean of these."""
     if len(tensors) == 1:
         return tensors[0]
-    peers = step.plan.mesh.peers(step.rank, "dp", "sp")
+    peers = step.plan.mesh.peers(step.rank, "dp", "cp")
     if step.plan.sync == "local" and len(tensors) == len(peers):
         return tensors[peers.index(step.rank)]
     return _MeanReader(tensors)

@@ -241,7 +241,7 @@ def verify(
 
     \b
     TASK       as for fourfold train
-    FILE.toml  the plan, or a settings file; or fields of the plan as KEY=VALUE: dp=2 sp=2 zero=1
+    FILE.toml  the plan, or a settings file; or fields of the plan as KEY=VALUE: dp=2 cp=2 zero=1
     KEY=VALUE  steps=3 batch_size=8 seed=1, and arguments of the task
     SCRIPT.py  in place of a task: a script that trains with ff.parallelize or ff.DistributedOptimizer.
                It runs as it is, on N processes, for steps=10 steps; what follows -- is passed on to it

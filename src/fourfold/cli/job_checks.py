@@ -29,8 +29,8 @@ def check_batch_size(batch_size: int | None, plan: Plan) -> None:
 
 
 def check_tokens(data: "DataInput", plan: Plan) -> None:
-    """Raises TaskError where sp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
-    if plan.sp == 1:
+    """Raises TaskError where cp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
+    if plan.cp == 1:
         return
     from fourfold.axes.context.attach.token_shards import sequence_length
     from fourfold.feed.sample_rng import fetch_one

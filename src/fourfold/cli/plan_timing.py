@@ -36,7 +36,7 @@ def main(plans: str, result: str, words: Sequence[str]) -> None:
 
 def _fitting(plan: Plan) -> list[str]:
     """Words with which a command line has as many ranks, whatever plan is in its settings file."""
-    return ["pp=1", "sp=1", "tp=1", "ulysses=1", "shard=none", f"dp={plan.mesh.size}"]
+    return ["pp=1", "cp=1", "tp=1", "ulysses=1", "shard=none", f"dp={plan.mesh.size}"]
 
 
 def measure_plans(plans: Sequence[Plan], words: Sequence[str], launch: Launch) -> list[float] | None:

@@ -1,6 +1,6 @@
 """Communicator: ranks that exchange values: all of the job, or those of some axes of its mesh.
 
-world           the communicator of all ranks. `world.on_mesh(mesh).along("dp", "sp")` is that of the ranks that differ
+world           the communicator of all ranks. `world.on_mesh(mesh).along("dp", "cp")` is that of the ranks that differ
                 from this one on these axes only
 ranks           the global ranks of a communicator, in order. All other numbers, `rank` too, are indices among them;
                 messages name global ranks

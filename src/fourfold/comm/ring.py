@@ -334,7 +334,7 @@ class RingOverSharedMemory:
             ranks = self.regions.place.ranks
             got = f"rank {ranks[peer]} has {length} bytes, rank {ranks[self.index]} {local_block.nbytes}"
             need = "the same attention, of the same sizes, on every rank of a sequence"
-            raise DivergenceError(Problem(got, need), where="attention over the sequence axis")
+            raise DivergenceError(Problem(got, need), where="attention over the context axis")
         return self.regions.view(peer, BLOCK_AREAS + area, local_block.numel(), local_block.dtype)
 
     # ---- flags ---------------------------------------------------------------------------------------

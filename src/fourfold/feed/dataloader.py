@@ -82,7 +82,7 @@ def shard(
     `batch_size` stays the size per rank; the global batch is that times the number of data ranks. With `split_batches`
     the loader's `batch_size` is that of the global batch: a script then trains on the same batches on any number of
     ranks, and without shuffling on those of the loader itself, in their order. Without a plan all ranks are data ranks;
-    with a plan of sp > 1, the ranks of one sequence get the same samples. A loader with `shuffle=True` is shuffled by
+    with a plan of cp > 1, the ranks of one sequence get the same samples. A loader with `shuffle=True` is shuffled by
     `seed`, in a new order at every iteration; so every rank must begin equally many iterations.
     `loader.sampler.set_epoch(n)` sets the next epoch, to resume a run. Workers draw different random numbers on each
     data rank, from `seed` and the seed of the loader's generator, if it has one.

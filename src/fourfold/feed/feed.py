@@ -87,7 +87,7 @@ class Feed:
     window      with order = "windowed": how many files are shuffled together
     transform   (sample, torch.Generator) -> sample, or (sample) -> sample; in threads: `ff.Transformed(source, …)`
     bad_samples   how many damaged samples this rank may leave out of its batches; the next one raises
-    shared      whether ranks of one host that need the same samples (with a plan of sp, tp or pp) read them once: then
+    shared      whether ranks of one host that need the same samples (with a plan of cp, tp or pp) read them once: then
                 the first loop over the feed is collective
 
     Unless `drop_last`, an epoch's last batch holds the remaining samples; a data rank may then get an empty batch,

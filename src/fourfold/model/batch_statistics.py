@@ -163,7 +163,7 @@ class SyncedStatistics:
 
 def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> StatisticsExchange:
     """Of all ranks that have samples. Collective. `transport`: the plan's."""
-    rows = make_row_exchange(world.along("dp", "sp"), "batch norm", meter, choice=transport)
+    rows = make_row_exchange(world.along("dp", "cp"), "batch norm", meter, choice=transport)
     return StatisticsExchange(rows, world.device)
 
 

@@ -23,7 +23,7 @@ DROPOUT_FUNCTIONS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 }
-SDPA = F.scaled_dot_product_attention  # in a dry run of the sequence axis, the module has another one
+SDPA = F.scaled_dot_product_attention  # in a dry run of the context axis, the module has another one
 RNN_FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 

@@ -59,7 +59,7 @@ def checkpoint_error(what: str) -> TaskError:
 
 
 class RankDropout:
-    """Replaces torch's dropout functions, for the rank at `index` of `size` of the sequence axis."""
+    """Replaces torch's dropout functions, for the rank at `index` of `size` of the context axis."""
 
     def __init__(self, draws: TaggedDraws, index: int = 0, size: int = 1) -> None:
         self._draws, self._index, self._size = draws, index, size

@@ -200,7 +200,7 @@ def _attend_4d(handler: AttentionHandler, call: AttentionCall) -> Tensor:
     if call.q.dim() == 4:
         return handler(call)
     if call.q.dim() != 3:
-        got = f"sp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
+        got = f"cp > 1 and scaled_dot_product_attention of {list(call.q.shape)}"
         raise TaskError(Problem(got, "q, k and v of shape [samples, heads, tokens, head size]", "q.flatten(0, -4)"))
     mask = call.mask if call.mask is None or call.mask.dim() < 3 else call.mask.unsqueeze(1)
     q, k, v = (tensor.unsqueeze(1) for tensor in (call.q, call.k, call.v))

@@ -94,7 +94,7 @@ def _attention(
     """See transformers' `AttentionInterface`: [B, H, l, D] -> [B, l, H, D]."""
     unsupported = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if unsupported:
-        got = f"sp > 1 and attention with {' and '.join(unsupported)} ({type(module).__name__})"
+        got = f"cp > 1 and attention with {' and '.join(unsupported)} ({type(module).__name__})"
         raise TaskError(Problem(got, "plain or causal attention, with a mask of keys", DP_INSTEAD))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     enable_gqa = query.shape[1] != key.shape[1]
@@ -110,6 +110,6 @@ def _key_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **_: 
 
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         name = getattr(mask_function, "__qualname__", str(mask_function)).partition(".")[0]
-        got = f"sp > 1 and a mask by {name}, made from this rank's tokens alone"
+        got = f"cp > 1 and a mask by {name}, made from this rank's tokens alone"
         raise TaskError(Problem(got, "plain or causal attention, with a mask of keys", DP_INSTEAD))
     return None if attention_mask is None else attention_mask[:, None, None, :]

@@ -156,7 +156,7 @@ def _completed(pinned: Mapping[str, object]) -> dict[str, object]:
     """The pinned fields, and for open ones that they depend on a value that suits them."""
     implied: dict[str, object] = {}
     if "ulysses" in pinned:
-        implied["sp"] = pinned["ulysses"]
+        implied["cp"] = pinned["ulysses"]
     if pinned.get("shard") is not None:
         implied |= {"dp": pinned["shard"], "zero": 1}
     return {**implied, **pinned}

@@ -1,6 +1,6 @@
 """Batch split: into how many parts a step cuts a global batch.
 
-part  what one rank computes at once: a microbatch, or with sp > 1 its tokens of one
+part  what one rank computes at once: a microbatch, or with cp > 1 its tokens of one
 Law: each sample, or token of it, is in one part.
 """
 
@@ -10,7 +10,7 @@ from fourfold.words.errors import Problem
 
 
 class BatchSplit(NamedTuple):
-    """Data ranks have different samples; ranks that differ on sp have shards of the tokens of the same ones."""
+    """Data ranks have different samples; ranks that differ on cp have shards of the tokens of the same ones."""
 
     num_data_ranks: int = 1
     num_token_shards: int = 1

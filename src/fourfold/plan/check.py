@@ -106,10 +106,10 @@ def sync_problems(plan: Plan) -> list[Problem]:
             'precision = "keep", or sync = "step"',
         ),
         (
-            plan.sp > 1,
-            f"sp = {plan.sp}",
+            plan.cp > 1,
+            f"cp = {plan.cp}",
             "ranks with whole samples: ranks of one sequence need each other in every step",
-            'sp = 1, or sync = "step"',
+            'cp = 1, or sync = "step"',
         ),
         (
             plan.zero > 0,
@@ -180,10 +180,10 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
             "microbatches = 1, or GroupNorm",
         ),
         (
-            plan.sp > 1,
-            f"sp = {plan.sp}",
+            plan.cp > 1,
+            f"cp = {plan.cp}",
             "ranks with whole samples: ranks of one sequence have different numbers of its tokens, padding among them",
-            "sp = 1, or LayerNorm",
+            "cp = 1, or LayerNorm",
         ),
         (
             plan.sync == "local",
@@ -263,7 +263,7 @@ def transport_device_problems(transport: str, device: str) -> list[Problem]:
 def shared_memory_problems(plan: Plan, topology: Topology) -> list[Problem]:
     """Where hosts must share memory or do, whether their ranks can, and whether shards are made of whole hosts."""
     problems: list[Problem] = []
-    for ranks in plan.mesh.groups("dp", "sp"):
+    for ranks in plan.mesh.groups("dp", "cp"):
         hosts = group_hosts(topology, ranks, transport=plan.transport)
         if hosts.shares_memory:
             if plan.num_shards > 1 and num_host_shards(plan.num_shards, hosts.ranks_per_host) is None:
@@ -272,7 +272,7 @@ def shared_memory_problems(plan: Plan, topology: Topology) -> list[Problem]:
             problems.append(no_shared_memory_problem(hosts.unshared_cause))
     if plan.transport == "shared":
         # Keys and values travel in shared memory too.
-        apart = [ranks for ranks in plan.mesh.groups("sp") if len(topology.hosts_of(ranks)) > 1]
+        apart = [ranks for ranks in plan.mesh.groups("cp") if len(topology.hosts_of(ranks)) > 1]
         problems += [no_shared_memory_problem(f"ranks {list(ranks)} are on several hosts") for ranks in apart[:1]]
     return list(dict.fromkeys(problems))
 
@@ -337,10 +337,10 @@ def size_problems(plan: Plan, num_ranks: int, *, start: str = "or start {size} r
     mesh = plan.mesh
     if mesh.size == num_ranks:
         return []
-    got = f"pp × dp × sp × tp = {mesh.pp} × {mesh.dp} × {mesh.sp} × {mesh.tp} = {mesh.size}"
+    got = f"pp × dp × cp × tp = {mesh.pp} × {mesh.dp} × {mesh.cp} × {mesh.tp} = {mesh.size}"
     fitting = candidate_meshes(num_ranks, mesh)[0]
     axes = (f"pp = {fitting.pp}, " if mesh.pp > 1 else "") + f"dp = {fitting.dp}"
-    axes += f", sp = {fitting.sp}" if mesh.sp > 1 else ""
-    axes += f", ulysses = {fitting.sp}" if fitting.sp < plan.ulysses else ""
+    axes += f", cp = {fitting.cp}" if mesh.cp > 1 else ""
+    axes += f", ulysses = {fitting.cp}" if fitting.cp < plan.ulysses else ""
     axes += f", tp = {fitting.tp}" if mesh.tp > 1 else ""
     return [Problem(got, f"the number of ranks, {num_ranks}", f"{axes}, {start.format(size=mesh.size)}")]

@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True, order=True, omit_defaults=True, forbid_
 
     pp: int = 0
     dp: int = 0
-    sp: int = 0
+    cp: int = 0
     tp: int = 0
 
 

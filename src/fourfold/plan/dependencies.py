@@ -26,10 +26,10 @@ from fourfold.words.program import (
 )
 
 # The ranks that sum gradients: those of one stage and one tensor shard.
-REDUCE_AXES: tuple[Axis, ...] = ("dp", "sp")
-PARAMETER_AXES: tuple[Axis, ...] = ("dp", "sp", "tp")  # of the ranks that hold parts of the same parameters
+REDUCE_AXES: tuple[Axis, ...] = ("dp", "cp")
+PARAMETER_AXES: tuple[Axis, ...] = ("dp", "cp", "tp")  # of the ranks that hold parts of the same parameters
 # The ranks that compute on the same samples exchange tokens, keys and partial products within a forward or backward.
-SAMPLE_AXES: tuple[Axis, ...] = ("sp", "tp")
+SAMPLE_AXES: tuple[Axis, ...] = ("cp", "tp")
 MEETING_AXES: dict[Verb, tuple[Axis, ...]] = {
     **dict.fromkeys((Verb.REDUCE, Verb.GATHER, Verb.UNSHARD), REDUCE_AXES),
     **dict.fromkeys((Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT), SAMPLE_AXES),

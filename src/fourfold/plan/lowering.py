@@ -225,7 +225,7 @@ def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spe
     """
     if problems := legality_problems(plan, specs, topology, update_spec):
         raise PlanError(problems, where="the plan")
-    groups = plan.mesh.groups("dp", "sp")
+    groups = plan.mesh.groups("dp", "cp")
     hosts = {ranks: group_hosts(topology, ranks, transport=plan.transport) for ranks in groups}
     is_inter_host = any(each.num_hosts > 1 for each in hosts.values())
     stored = [[spec for spec in specs if spec.stage % plan.pp == stage] for stage in range(plan.pp)]

@@ -11,7 +11,7 @@ from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.words.errors import Problem
 
-TRAIT_FIELDS = ("pp", "tp", "sp", "zero", "update", "precision", "batch_norm")
+TRAIT_FIELDS = ("pp", "tp", "cp", "zero", "update", "precision", "batch_norm")
 FREEZE_HINT = "frozen statistics (norm.eval() after model.train())"
 
 
@@ -50,16 +50,16 @@ def trait_problems(values: Mapping[str, Any], split: BatchSplit, traits: ModelTr
         attempt = "SyncBatchNorm(…, process_group=None)"
         problems.append(Problem(got, "statistics of all ranks, which one device has", attempt))
     problems += _compiled_problems(values, traits)
-    return problems + (own_loss_problems(values["sp"]) if traits.has_own_loss else [])
+    return problems + (own_loss_problems(values["cp"]) if traits.has_own_loss else [])
 
 
-def own_loss_problems(sp: int) -> list[Problem]:
-    """Why the model's own loss cannot be trained: with sp > 1 a rank has only some tokens of a sample."""
-    if sp == 1:
+def own_loss_problems(cp: int) -> list[Problem]:
+    """Why the model's own loss cannot be trained: with cp > 1 a rank has only some tokens of a sample."""
+    if cp == 1:
         return []
-    got = f"sp = {sp} and loss = None: the model's own loss"
+    got = f"cp = {cp} and loss = None: the model's own loss"
     need = "a loss of each token and its target: a causal model shifts labels inside, past the rank's last token"
-    attempt = "loss(outputs, targets) with targets that the data has shifted, or sp = 1"
+    attempt = "loss(outputs, targets) with targets that the data has shifted, or cp = 1"
     return [Problem(got, need, attempt)]
 
 
@@ -91,7 +91,7 @@ def _compiled_problems(values: Mapping[str, Any], traits: ModelTraits) -> list[P
     if not traits.compiled:
         return []
     where = f"compiled code at {_listed(traits.compiled)}"
-    pp, tp, sp = (values[axis] for axis in ("pp", "tp", "sp"))
+    pp, tp, cp = (values[axis] for axis in ("pp", "tp", "cp"))
     sees_weights = "to see when a weight is used, which compiled code hides"
     rules = [
         (values["update"] == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
@@ -103,7 +103,7 @@ def _compiled_problems(values: Mapping[str, Any], traits: ModelTraits) -> list[P
             "tp = 1",
         ),
         (pp > 1, f"pp = {pp}", "hooks of its own in each forward, which compiled code ignores", "pp = 1"),
-        (sp > 1, f"sp = {sp}", "to see each call of attention, which compiled code hides", "sp = 1"),
+        (cp > 1, f"cp = {cp}", "to see each call of attention, which compiled code hides", "cp = 1"),
         (
             values["batch_norm"] == "sync" and traits.compiles_norms,
             SYNC,

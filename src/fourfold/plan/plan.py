@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.axes.data.rules.zero import ShardGroups
 from fourfold.axes.pipeline.rules.division import StageSpec
 from fourfold.axes.pipeline.rules.edges import DEFAULT_DENSITY, EdgeSpec
@@ -44,7 +44,7 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
     "program": ("schedule = written", lambda plan: plan.pp > 1 and plan.schedule == "written"),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
-    "ring": ("sp above ulysses", lambda plan: plan.sp > plan.ulysses),
+    "ring": ("cp above ulysses", lambda plan: plan.cp > plan.ulysses),
     "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
     "outer_momentum": ("sync = local", lambda plan: plan.sync == "local"),
@@ -71,14 +71,14 @@ def _refuse_unknown_fields(plan_class: AnyClass) -> AnyClass:
 @_refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a task is laid over pp · dp · sp · tp ranks. All scalars; see `docs/plan.md` for each.
+    """How a task is laid over pp · dp · cp · tp ranks. All scalars; see `docs/plan.md` for each.
 
     Raises PlanError if a value is illegal or not built yet, or a name is no field.
     """
 
     pp: int = 1
     dp: int = 1
-    sp: int = 1
+    cp: int = 1
     tp: int = 1
     dims: str = ""
     shard: int | None = None
@@ -165,7 +165,7 @@ class Plan:
     @property
     def num_shards(self) -> int:
         """The number of shards of what is stored split; 1 if everything is stored whole."""
-        return (self.shard or self.dp) * self.sp if self.zero else 1
+        return (self.shard or self.dp) * self.cp if self.zero else 1
 
     @property
     def sync_interval(self) -> int:
@@ -174,8 +174,8 @@ class Plan:
 
     @property
     def reduce_group_size(self) -> int:
-        """The number of ranks whose gradients are summed: dp · sp."""
-        return self.dp * self.sp
+        """The number of ranks whose gradients are summed: dp · cp."""
+        return self.dp * self.cp
 
     @property
     def shard_groups(self) -> ShardGroups:
@@ -186,12 +186,12 @@ class Plan:
     @property
     def batch_split(self) -> BatchSplit:
         """Into how many parts a step cuts a batch."""
-        return BatchSplit(self.dp, self.sp, self.microbatches, has_local_batch_norm=self.batch_norm == "local")
+        return BatchSplit(self.dp, self.cp, self.microbatches, has_local_batch_norm=self.batch_norm == "local")
 
     @property
-    def sequence_spec(self) -> SequenceSpec:
+    def context_spec(self) -> ContextSpec:
         """How ranks hold the tokens of a sequence."""
-        return SequenceSpec(self.sp, self.ring, self.ulysses)
+        return ContextSpec(self.cp, self.ring, self.ulysses)
 
     @property
     def tensor_spec(self) -> TensorSpec:
@@ -264,7 +264,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
+        return Mesh(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the plan") -> Self:
@@ -308,7 +308,7 @@ class Plan:
 
 
 def candidate_meshes(size: int, mesh: Mesh) -> list[Mesh]:
-    """Meshes of `size` ranks, those most like `mesh` first. Its pp, sp and tp stay, or are 1: others may not fit."""
-    axes = itertools.product((mesh.tp, 1), (mesh.pp, 1), (mesh.sp, 1))
-    fitting = [(tp, pp, sp) for tp, pp, sp in axes if size % (tp * pp * sp) == 0]
-    return [Mesh(pp=pp, dp=size // (tp * pp * sp), sp=sp, tp=tp) for tp, pp, sp in dict.fromkeys(fitting)]
+    """Meshes of `size` ranks, those most like `mesh` first. Its pp, cp and tp stay, or are 1: others may not fit."""
+    axes = itertools.product((mesh.tp, 1), (mesh.pp, 1), (mesh.cp, 1))
+    fitting = [(tp, pp, cp) for tp, pp, cp in axes if size % (tp * pp * cp) == 0]
+    return [Mesh(pp=pp, dp=size // (tp * pp * cp), cp=cp, tp=tp) for tp, pp, cp in dict.fromkeys(fitting)]

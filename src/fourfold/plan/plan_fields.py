@@ -80,7 +80,7 @@ class FieldRule:
 FIELD_RULES = {
     "pp": FieldRule(int, int_maximum=MAX_RANKS),
     "dp": FieldRule(int, int_maximum=MAX_RANKS),
-    "sp": FieldRule(int, int_maximum=MAX_RANKS),
+    "cp": FieldRule(int, int_maximum=MAX_RANKS),
     "tp": FieldRule(int, int_maximum=MAX_RANKS),
     "dims": FieldRule(str),
     "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
@@ -146,14 +146,14 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
             built = " or ".join(map(str, rule.supported))
             need = f"{built} (other values are not implemented yet)"
             problems.append(Problem(f"{name} = {value}", need, f"{name} = {built}"))
-    sp, ulysses = values.get("sp", 1), values.get("ulysses", 1)
+    cp, ulysses = values.get("cp", 1), values.get("ulysses", 1)
     if (
-        isinstance(sp, int)
+        isinstance(cp, int)
         and isinstance(ulysses, int)
         and FIELD_RULES["ulysses"].accepts(ulysses)
-        and FIELD_RULES["sp"].accepts(sp)
+        and FIELD_RULES["cp"].accepts(cp)
     ):
-        problem = ulysses_problem(sp, ulysses)
+        problem = ulysses_problem(cp, ulysses)
         problems += [] if problem is None else [problem]
     if isinstance(dims := values.get("dims"), str):
         problems += dims_problems(dims)
@@ -163,8 +163,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
 
 
 def _too_many_ranks(values: Mapping[str, Any]) -> list[Problem]:
-    size = math.prod(values.get(axis, 1) for axis in ("pp", "dp", "sp", "tp"))
-    return [] if size <= MAX_RANKS else [Problem(f"{size} ranks: pp × dp × sp × tp", f"at most {MAX_RANKS}")]
+    size = math.prod(values.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
+    return [] if size <= MAX_RANKS else [Problem(f"{size} ranks: pp × dp × cp × tp", f"at most {MAX_RANKS}")]
 
 
 def shard_problems(values: Mapping[str, Any]) -> list[Problem]:

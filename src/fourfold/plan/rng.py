@@ -2,7 +2,7 @@
 
 data index   a rank's index on dp: ranks with the same data index hold tokens of the same samples
 stage        a rank's index on pp: stages have other layers, which must not drop alike
-random place the two of them; ranks that differ on sp or tp alone are at the same one
+random place the two of them; ranks that differ on cp or tp alone are at the same one
 Law: ranks at the same random place have the same state, whatever the mesh; other places have other states.
       A model on several stages draws from these states only outside of its forward: `microbatch_seed`, `segment_seed`.
 """

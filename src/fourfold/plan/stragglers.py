@@ -4,7 +4,7 @@ busy       seconds of a step that a rank spends on its own work, by phase; neith
            it, nor the time in which others had the processors
 straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others, and for at least
            MIN_EXCESS_SECONDS longer
-others     the ranks that do the same work on other samples and tokens: those that differ on dp and sp only
+others     the ranks that do the same work on other samples and tokens: those that differ on dp and cp only
 segment    of the steps that are judged together; a straggler is one in each of them
 Law: a rank is judged by its typical step, so neither a slow step nor a processor that others use makes a straggler.
 """
@@ -61,7 +61,7 @@ def find_stragglers(busy: Sequence[Mapping[str, float]], mesh: Mesh) -> list[Str
     stragglers = []
     for rank, row in enumerate(busy):
         total = sum(row.values())
-        others = [busy[other] for other in mesh.peers(rank, "dp", "sp") if other != rank]
+        others = [busy[other] for other in mesh.peers(rank, "dp", "cp") if other != rank]
         if not others:
             continue
         # The higher of two middle values: at most half of the ranks can be stragglers.

@@ -79,7 +79,7 @@ class ForwardCheck:
     def is_needed(self, *, training: bool) -> bool:
         split = self._task.split
         has_risk = split.num_parts > 1 or (training and self._weight_check.read_only_reason is not None)
-        # With sp > 1, the check of the sequence axis has the loss of evaluations.
+        # With cp > 1, the check of the context axis has the loss of evaluations.
         is_shown_here = training or split.num_token_shards == 1
         return has_risk and is_shown_here and not {training, True} & self._finished_modes
 

@@ -243,7 +243,7 @@ def _checkpoints_and_segments(record: RunRecord) -> str:
 
 def _describe_ranks(record: RunRecord) -> str:
     size = 1
-    for axis in ("pp", "dp", "sp", "tp"):
+    for axis in ("pp", "dp", "cp", "tp"):
         size *= record.plan.get(axis, 1)
     return "1 process" if size == 1 else f"{size} ranks"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fourfold.axes.context.show import format_sequence
+from fourfold.axes.context.show import format_context
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, layout_changes
 from fourfold.axes.pipeline.show import format_pipeline
@@ -58,8 +58,8 @@ def show(plan: Plan, task: Task) -> str:
         sections.append(format_recompute(model, plan))
     if plan.tp > 1:
         sections.append(format_tensor(model, task.tensor, plan))
-    if plan.sp > 1:
-        sections.append(format_sequence(plan, task, model))
+    if plan.cp > 1:
+        sections.append(format_context(plan, task, model))
     sections += format_programs(blueprints)
     sections.append(_format_bytes(group.stage, plan) + _format_statistics(model, plan))
     sections.append(_format_memory(blueprints))
@@ -84,7 +84,7 @@ def _lower(plan: Plan, task: Task, model: nn.Module) -> dict[str, Blueprint]:
 
 def _format_plan(plan: Plan) -> str:
     mesh = plan.mesh
-    axes = f"pp {mesh.pp} × dp {mesh.dp} × sp {mesh.sp} × tp {mesh.tp}"
+    axes = f"pp {mesh.pp} × dp {mesh.dp} × cp {mesh.cp} × tp {mesh.tp}"
     notes = {name: f"   no effect without {need}" for name, need in plan.ineffective_fields.items()}
     fields = [line + notes.get(line.split(" = ")[0], "") for line in plan.to_toml().splitlines()[1:]]
     return f"plan   {axes} = {mesh.size} {plural('rank', mesh.size)}\n" + indent(fields)
@@ -239,13 +239,13 @@ def _kept(plan: Plan) -> str:
         shares = plan.tp > 1 and plan.residual == WHOLE
         return f"1/{plan.tp} of its inputs: each tensor rank has a part" if shares else "its inputs"
     sums = ["sums over tensor ranks"] if plan.tp > 1 else []
-    sums += ["what attention has exchanged"] if plan.sp > 1 else []
+    sums += ["what attention has exchanged"] if plan.cp > 1 else []
     return ", ".join(["its inputs", f"results of {PRODUCTS}", *sums])
 
 
 def _computed_again(plan: Plan) -> str:
     if plan.recompute == "full":
-        sent = plan.tp > 1 or plan.sp > 1
+        sent = plan.tp > 1 or plan.cp > 1
         return "everything else, in backward; what it sends is sent again" if sent else "everything else, in backward"
     gathered = plan.tp > 1 and plan.residual != WHOLE
     return "everything else, in backward" + ("; tokens are gathered again" if gathered else "")

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.axes.context.attach.check import SequenceCheck
-from fourfold.axes.context.attach.sequence_parallel import SequenceParallel
-from fourfold.axes.context.work.sequence_group import connect_sequence
+from fourfold.axes.context.attach.check import ContextCheck
+from fourfold.axes.context.attach.context_parallel import ContextParallel
+from fourfold.axes.context.work.context_group import connect_context
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.pipeline.attach import axis as pipeline_axis
 from fourfold.axes.pipeline.attach.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
@@ -189,7 +189,7 @@ def _make_parts(
         edges=pipeline.edges,
         compression=make_compression(plan.edge_spec, world.device),
         tied=pipeline.tied,
-        count_ranks=world.along("pp", "dp", "sp"),
+        count_ranks=world.along("pp", "dp", "cp"),
         max_norm=math.inf if options.clip is None else options.clip,
         device=world.device,
     )
@@ -314,12 +314,12 @@ def _lay_out_batches(
     tensor, pipeline, stages = axes
     slices, checks = DrawSlices(tensor.group.size), list[Check]()
     layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
-    if loss is not None and plan.sp > 1:
-        ranks = world.along("sp")
-        group = connect_sequence(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
-        check = SequenceCheck(pipeline.skeleton, loss, group.spec, world)
+    if loss is not None and plan.cp > 1:
+        ranks = world.along("cp")
+        group = connect_context(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+        check = ContextCheck(pipeline.skeleton, loss, group.spec, world)
         options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
-        layout = TokenShards(SequenceParallel(model, group, world, check=check, **options), world.device)
+        layout = TokenShards(ContextParallel(model, group, world, check=check, **options), world.device)
         checks.insert(0, check)
     if tensor.is_cut:
         checks.insert(0, TensorCheck(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss))
@@ -353,7 +353,7 @@ def _make_proof(
         plan.batch_split,
         world,
         whole_shown_to_loss=axes.stages.whole_shown_to_loss,
-        shortened=next((check.shortened for check in checks if isinstance(check, SequenceCheck)), unpack_batch),
+        shortened=next((check.shortened for check in checks if isinstance(check, ContextCheck)), unpack_batch),
     )
     forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
     return Proof([*checks, forwards, GradientCheck(task, forwards)], world, weights.unsharded, key)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fourfold.axes.context.attach.sequence_parallel import SequenceParallel
+from fourfold.axes.context.attach.context_parallel import ContextParallel
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.model.rank_dropout import SplitDropout
@@ -95,20 +95,20 @@ def no_samples(batch: Any) -> Any:
 
 
 class TokenShards:
-    """The ranks that differ on sp have shards of the tokens of the same samples."""
+    """The ranks that differ on cp have shards of the tokens of the same samples."""
 
-    def __init__(self, sequence_parallel: SequenceParallel, device: torch.device) -> None:
-        self._sequence_parallel, self._device = sequence_parallel, device
+    def __init__(self, context_parallel: ContextParallel, device: torch.device) -> None:
+        self._context_parallel, self._device = context_parallel, device
 
     def compare(self, batch: Any) -> tuple[Any, Problem | None]:
-        problem = self._sequence_parallel.batch_mismatch(batch)
+        problem = self._context_parallel.batch_mismatch(batch)
         return (batch if problem is None else no_samples(batch)), problem
 
     @contextlib.contextmanager
     def microbatches(
         self, batch: Any, count: int, *, step: int, samples: BatchRange | None
     ) -> Iterator[list[Microbatch]]:
-        shard, real_tokens = self._sequence_parallel.shard_batch(batch)
+        shard, real_tokens = self._context_parallel.shard_batch(batch)
         microbatches = split_microbatches(shard, count, self._device, real_tokens=real_tokens)
-        with self._sequence_parallel.distribute_attention(microbatches, step, samples):
+        with self._context_parallel.distribute_attention(microbatches, step, samples):
             yield microbatches

@@ -87,7 +87,7 @@ class DistributedOptimizer(OptimizerProxy):
         check_plan_on_ranks(model, plan, world)
         argument_checks.check_wrapper_plan(plan)
         world = world.on_mesh(plan.mesh)
-        self._data_ranks = world.along("dp", "sp")
+        self._data_ranks = world.along("dp", "cp")
         trainable = trainable_parameters(model)
         argument_checks.check_wrapper_parameters(optimizer, model)
         self._checks = make_checks(optimizer, model, plan, world, same_batches=same_batches, drift_check=drift_check)

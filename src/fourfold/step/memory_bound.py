@@ -121,7 +121,7 @@ def measure_bound(
             is_half_precision = plan.precision != "keep"
             per_sample = activation_bytes_per_sample(model, inputs, is_half_precision=is_half_precision)
             # At least: with tp, not all of them are split.
-            activations = per_sample * plan.least_held / (plan.dp * plan.sp * plan.tp)
+            activations = per_sample * plan.least_held / (plan.dp * plan.cp * plan.tp)
     # This process exists already.
     processes = PROCESS_BYTES * (pool.num_ranks - 1) if pool.is_host else 0
     return MemoryBound(processes, weights, model_bytes, batch * pool.num_ranks, activations, 2 if pool.is_host else 1)

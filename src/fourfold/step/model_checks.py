@@ -66,7 +66,7 @@ def check_plan_for_model(model: nn.Module, plan: Plan, *, clip: float | None) ->
 
 def check_model_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None:
     """Raise TaskError for a model's own loss if ranks have only some tokens of a sample."""
-    if loss is None and (problems := own_loss_problems(plan.sp)):
+    if loss is None and (problems := own_loss_problems(plan.cp)):
         raise TaskError(problems, where="the loss")
 
 

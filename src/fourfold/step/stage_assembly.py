@@ -121,7 +121,7 @@ def make_stage(
     halves: BackwardHalves,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
-    data_ranks, whole_tensors = world.along("dp", "sp"), tensor.whole_tensors
+    data_ranks, whole_tensors = world.along("dp", "cp"), tensor.whole_tensors
     agree_on_memory_order(trained.by_name, data_ranks, is_possible=trained.plan.has_plain_flats)
     codecs = make_codecs(trained.plan.codec_spec, trained.group.stage.gradient_buckets, trained.by_bucket)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)

@@ -161,7 +161,7 @@ class StateAccess:
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory, and the buffers that it saves, which its data ranks have too."""
-        mesh, axis = self._calls.world.along("sp", "tp"), self._assembly.pipeline
+        mesh, axis = self._calls.world.along("cp", "tp"), self._assembly.pipeline
         saved = self._weights.model_state_dict()
         for name, buffer in model.named_buffers():
             if name in saved and axis.is_own(name):

@@ -49,7 +49,7 @@ def make_averager(
     trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, plan: Plan, world: Communicator
 ) -> GradAverager:
     """The buckets of the trainable parameters, and their transport. Collective; `world` lies on the plan's mesh."""
-    topology, data_ranks = gather_topology(world), world.along("dp", "sp")
+    topology, data_ranks = gather_topology(world), world.along("dp", "cp")
     blueprint = lower(plan, param_specs(trainable, {}), topology, UpdateSpec())
     group = blueprint.group_of(world.rank)
     meter, spec, allow_unused = CommMeter(), spec_of_request(group.request), plan.unused == "allow"

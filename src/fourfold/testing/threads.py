@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.axes.context.work.sequence_group import SequenceGroup, connect_sequence
+from fourfold.axes.context.work.context_group import ContextGroup, connect_context
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
@@ -352,14 +352,14 @@ def make_p2p_ring(comm: ThreadCommunicator, groups: Sequence[Sequence[int]], met
 
 def make_axis(
     comm: ThreadCommunicator, ring: str = "zigzag", ulysses: int = 1, *, transport: str = "messages"
-) -> SequenceGroup:
-    """The sequence axis of a thread; all threads hold tokens of one sequence. Collective.
+) -> ContextGroup:
+    """The context axis of a thread; all threads hold tokens of one sequence. Collective.
 
     `transport`: "messages" or "shared" (memory).
     """
     ranks, meter = range(comm.size), CommMeter()
     if transport == "shared":
-        return connect_sequence(comm, meter, ring=ring, ulysses=ulysses, transport="shared")
+        return connect_context(comm, meter, ring=ring, ulysses=ulysses, transport="shared")
     ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
     head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
-    return SequenceGroup(make_p2p_ring(comm, ring_groups, meter), make_p2p_ring(comm, head_groups, meter), ring)
+    return ContextGroup(make_p2p_ring(comm, ring_groups, meter), make_p2p_ring(comm, head_groups, meter), ring)

@@ -183,8 +183,8 @@ def compare(training: Training, batches: Batches, *, name: str) -> VerifyResult 
         if training.plan.reduce_dtype == "fp32":  # which rounds nothing of a model in float32
             training = dataclasses.replace(training, plan=dataclasses.replace(training.plan, reduce_dtype="keep"))
     is_main = _compare_descent(training, batches, result) if training.is_descent else _train(training, batches, result)
-    if training.plan.sp > 1:
-        result.notes.append(f"the dry run of sp = {training.plan.sp} does not see {NOT_CHECKED}")
+    if training.plan.cp > 1:
+        result.notes.append(f"the dry run of cp = {training.plan.cp} does not see {NOT_CHECKED}")
     return result if is_main else None
 
 

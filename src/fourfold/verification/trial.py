@@ -141,7 +141,7 @@ def _wide_batch(batch: Any) -> Any:
 
 def title(name: str, plan: Plan, num_steps: int, *, precision: str = "") -> str:
     """What is compared. `precision`: of the mesh, if it is neither the plan's nor float64."""
-    sizes = {axis: plan.mesh.axis_size(axis) for axis in ("pp", "dp", "sp", "tp")}
+    sizes = {axis: plan.mesh.axis_size(axis) for axis in ("pp", "dp", "cp", "tp")}
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     steps = f"{num_steps} step{'s' if num_steps > 1 else ''}"
     precision = precision or ("float64" if plan.precision == "keep" else plan.precision)

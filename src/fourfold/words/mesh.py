@@ -1,6 +1,6 @@
-"""Mesh: the devices on four named axes, outermost first: pp × dp × sp × tp.
+"""Mesh: the devices on four named axes, outermost first: pp × dp × cp × tp.
 
-axis   one of pp (pipeline: layers), dp (data: samples), sp (sequence: tokens), tp (tensor: weights)
+axis   one of pp (pipeline: layers), dp (data: samples), cp (sequence: tokens), tp (tensor: weights)
 rank   always global; the position of a rank on one axis is its `index`, the length of an axis its `size`
 peers  the ranks that have the same index as a rank on all but the named axes
 Law: for any axes, the groups of peers partition the world.
@@ -12,17 +12,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["pp", "dp", "sp", "tp"]
-AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Arithmetic over pp · dp · sp · tp ranks. tp is innermost, so tensor-parallel peers have consecutive ranks."""
+    """Arithmetic over pp · dp · cp · tp ranks. tp is innermost, so tensor-parallel peers have consecutive ranks."""
 
     pp: int = 1
     dp: int = 1
-    sp: int = 1
+    cp: int = 1
     tp: int = 1
 
     @property
@@ -56,7 +56,7 @@ class Mesh:
         return tuple(sorted(self.rank_at({**here, **dict(zip(axes, each, strict=True))}) for each in combinations))
 
     def peer(self, rank: int, axis: Axis, shift: int) -> int:
-        """The rank `shift` steps further on the ring along `axis`: with sp and -1, the left neighbour."""
+        """The rank `shift` steps further on the ring along `axis`: with cp and -1, the left neighbour."""
         here = self.coordinates(rank)
         return self.rank_at({**here, axis: (here[axis] + shift) % self.axis_size(axis)})
 

@@ -1,4 +1,4 @@
-"""Describe the sequence axis: each rank's tokens, its work in attention, what it saves for backward, what it sends.
+"""Describe the context axis: each rank's tokens, its work in attention, what it saves for backward, what it sends.
 
 Law: every number is arithmetic on the plan and on the shapes of attention, which one forward gives: of the meta model,
 else of the model.
@@ -69,21 +69,21 @@ class ModelTrace(NamedTuple):
     attention_calls: Counter[AttentionShape]
 
 
-def format_sequence(plan: Plan, task: Task, model: nn.Module) -> str:
-    """The part of `fourfold show` for sp > 1. Raises PlanError if the inputs have no token positions."""
+def format_context(plan: Plan, task: Task, model: nn.Module) -> str:
+    """The part of `fourfold show` for cp > 1. Raises PlanError if the inputs have no token positions."""
     trace = trace_model(task, model)
-    spec = plan.sequence_spec
+    spec = plan.context_spec
     padded = spec.padded_length(trace.length)
     ranges = spec.token_ranges(padded)
     causal = any(shape.is_causal for shape in trace.attention_calls)
     ring = f"a ring of {spec.ring_size}"
     split = ring if plan.ulysses == 1 else f"heads among {plan.ulysses}, {ring}"
     padding = f", padded to {padded:,}" if padded != trace.length else ""
-    head = f"sequence  {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.sp:,} a rank"
+    head = f"sequence  {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.cp:,} a rank"
     num_scores = scores_per_index(spec, padded, causal=causal)
     rows = [
         ("index", "work, even = 1", "tokens"),
-        *(_format_row(i, ranges[i], num_scores, plan.ulysses) for i in range(plan.sp)),
+        *(_format_row(i, ranges[i], num_scores, plan.ulysses) for i in range(plan.cp)),
     ]
     samples = -(-(task.batch_size or DEFAULT_BATCH_SIZE) // plan.dp)
     return "\n".join([head, *_format_table(rows), *_format_costs(plan, trace, samples, padded)])
@@ -94,12 +94,12 @@ def trace_model(task: Task, model: nn.Module) -> ModelTrace:
     source: Any = open_data(task.data(), where="the task's data").train.source
     if isinstance(source, Stream):
         need = "numbered samples: the plan is shown for one"
-        raise PlanError(Problem("sp > 1 and a stream as data", need, "a list of some of its samples"), where="the plan")
+        raise PlanError(Problem("cp > 1 and a stream as data", need, "a list of some of its samples"), where="the plan")
     inputs, _ = source[0]
     name = next((name for name in POSITION_KEYS if isinstance(inputs, dict) and name in inputs), None)
     if name is None:
         need = f"inputs that are a dict with {' or '.join(POSITION_KEYS)}"
-        raise PlanError(Problem(f"sp > 1 and inputs of type {type(inputs).__name__}", need, "sp = 1"), where="the plan")
+        raise PlanError(Problem(f"cp > 1 and inputs of type {type(inputs).__name__}", need, "cp = 1"), where="the plan")
     try:
         calls = _attention_calls(model, inputs)
     except RuntimeError:  # NotImplementedError is one
@@ -107,7 +107,7 @@ def trace_model(task: Task, model: nn.Module) -> ModelTrace:
         calls = _attention_calls(task.model(), inputs)
     if not calls:
         need = "a model that attends by torch.nn.functional.scaled_dot_product_attention"
-        raise PlanError(Problem("sp > 1 and a model that does not attend", need, "sp = 1"), where="the plan")
+        raise PlanError(Problem("cp > 1 and a model that does not attend", need, "cp = 1"), where="the plan")
     return ModelTrace(len(inputs[name]), calls)
 
 
@@ -162,12 +162,12 @@ def sent_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> floa
     return sum(
         number
         * shape.element_bytes
-        * attention_sent_elements(shape.attention(samples, padded), plan.sp, ulysses=plan.ulysses)
+        * attention_sent_elements(shape.attention(samples, padded), plan.cp, ulysses=plan.ulysses)
         for shape, number in trace.attention_calls.items()
     )
 
 
 def saved_bytes(plan: Plan, trace: ModelTrace, samples: int, padded: int) -> float:
     """Bytes that attention saves for the backward of one microbatch."""
-    tokens = samples / plan.microbatches * padded / plan.sp
+    tokens = samples / plan.microbatches * padded / plan.cp
     return tokens * sum(number * shape.token_bytes for shape, number in trace.attention_calls.items())

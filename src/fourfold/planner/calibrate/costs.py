@@ -238,7 +238,7 @@ def _echo(edges: StageEdges, message: Tensor) -> None:
 
 
 def measure_exchanges(turns: Turns, sizes: Sequence[int]) -> list[ExchangeTimes]:
-    """What tensor ranks and sequence ranks exchange, for groups of these sizes. Collective."""
+    """What tensor ranks and context ranks exchange, for groups of these sizes. Collective."""
     return [_measure_exchanges(turns, size) for size in sizes]
 
 

@@ -53,16 +53,16 @@ class _MeasuredCut(NamedTuple):
 
 
 def cuts_of(num_ranks: int, batch_size: int) -> list[_MeasuredCut]:
-    """All ways to divide the ranks among dp, sp and tp, with both forms of attention over sequence ranks."""
+    """All ways to divide the ranks among dp, cp and tp, with both forms of attention over context ranks."""
     cuts = []
     for tp in _divisors(num_ranks):
-        for sp in _divisors(num_ranks // tp):
-            dp = num_ranks // (tp * sp)
+        for cp in _divisors(num_ranks // tp):
+            dp = num_ranks // (tp * cp)
             largest = -(-batch_size // dp)
             samples = tuple(sorted({-(-largest // parts) for parts in MICROBATCHES}))
-            for ulysses in dict.fromkeys((1, sp)):
-                cuts.append(_MeasuredCut(Plan(dp=dp, sp=sp, tp=tp, ulysses=ulysses), samples, dp > 1))
-    return sorted(cuts, key=lambda cut: cut.plan.sp * cut.plan.tp)  # those that most plans have come first
+            for ulysses in dict.fromkeys((1, cp)):
+                cuts.append(_MeasuredCut(Plan(dp=dp, cp=cp, tp=tp, ulysses=ulysses), samples, dp > 1))
+    return sorted(cuts, key=lambda cut: cut.plan.cp * cut.plan.tp)  # those that most plans have come first
 
 
 def _divisors(number: int) -> list[int]:
@@ -295,7 +295,7 @@ def measure_segments(task: Task, source: FactsSource, turns: Turns, say: Say) ->
 
 
 def _cut_name(cut: _MeasuredCut) -> str:
-    sizes = [f"{axis} {size}" for axis, size in (("tp", cut.plan.tp), ("sp", cut.plan.sp)) if size > 1]
+    sizes = [f"{axis} {size}" for axis, size in (("tp", cut.plan.tp), ("cp", cut.plan.cp)) if size > 1]
     return " × ".join(sizes + (["ulysses"] if cut.plan.ulysses > 1 else [])) or "whole samples"
 
 

@@ -29,7 +29,7 @@ from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, 
 BUCKET_FIELDS = ("tp", "dims", "pp", "interleave", "stages", "precision", "reduce_dtype", "bucket_bytes", "codec")
 DATA_FIELDS = (
     *("tp", "dims", "precision", "reduce_dtype", "bucket_bytes", "codec"),
-    *("dp", "sp", "shard", "zero", "sync", "outer_momentum", "offload", "transport", "unused"),
+    *("dp", "cp", "shard", "zero", "sync", "outer_momentum", "offload", "transport", "unused"),
     *("codec_rank", "codec_density", "codec_refresh_steps"),
 )
 bucket_key, data_key = attrgetter(*BUCKET_FIELDS), attrgetter(*DATA_FIELDS)

@@ -157,14 +157,14 @@ class CalibratedPrices:
         """What collectives inside a forward and a backward take; those of a second forward are in that forward."""
         forward = backward = 0.0
         for each in collectives:
-            size = {"tp": plan.tp, "sp": plan.sp}[each.axis]
+            size = {"tp": plan.tp, "cp": plan.cp}[each.axis]
             seconds = self._exchange(each.axis, each.change, each.whole_bytes * num_samples, size)
             forward += each.forward * seconds
             backward += each.backward * seconds
         return _Exchanged(forward, backward)
 
     def _exchange(self, axis: str, change: Change, whole_bytes: float, size: int) -> float:
-        """One collective among tensor ranks, or sequence ranks, which pass blocks round a ring."""
+        """One collective among tensor ranks, or context ranks, which pass blocks round a ring."""
         if size == 1:
             return 0.0
         record, factor = self._exchange_record(size)
@@ -178,7 +178,7 @@ class CalibratedPrices:
         """The record of the nearest group size, and by how much more bytes move in a group of this size."""
         records = self._calibration.exchanges
         if not records:
-            raise _not_measured("exchanges of tensor or sequence ranks")
+            raise _not_measured("exchanges of tensor or context ranks")
         nearest = min(records, key=lambda each: (abs(each.size - size), each.size))
         return nearest, _moved(size) / _moved(nearest.size)
 

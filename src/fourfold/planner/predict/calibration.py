@@ -94,7 +94,7 @@ class Cut(NamedTuple):
     """How a plan's ranks divide a sample: segments with other cuts are other segments."""
 
     tp: int = 1
-    sp: int = 1
+    cp: int = 1
     ring: str = ""
     ulysses: int = 1
     residual: str = "whole"
@@ -103,10 +103,10 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "Cut":
         """The cut of a plan; fields without effect are at their defaults."""
-        has_ring = plan.sp > plan.ulysses
+        has_ring = plan.cp > plan.ulysses
         return cls(
             plan.tp,
-            plan.sp,
+            plan.cp,
             plan.ring if has_ring else "",
             plan.ulysses,
             plan.residual if plan.tp > 1 else "whole",

@@ -269,7 +269,7 @@ def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: 
 
 
 ESTIMATE_ERROR = 0.12
-EDGE_FIELDS = ("pp", "dp", "sp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")
+EDGE_FIELDS = ("pp", "dp", "cp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")
 edge_key = attrgetter(*EDGE_FIELDS)
 
 

@@ -2,7 +2,7 @@
 
 segment    what one stage computes whole: the first end (an embedding), a block of the chain, the last end (head, loss)
 operation  a kernel of a segment's forward
-sample     one item of a batch; with sp, a rank has 1 / sp of its tokens
+sample     one item of a batch; with cp, a rank has 1 / cp of its tokens
 Law: facts are of one sample on one rank of a plan, and costs are linear in samples, except for what is read per call.
 """
 
@@ -54,7 +54,7 @@ class Operation(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective inside forward and backward, along tp or sp.
+    """A collective inside forward and backward, along tp or cp.
 
     whole_bytes  of the tensor that is reduced or gathered, for one sample
     forward, backward     how often it runs in each
@@ -158,7 +158,7 @@ class FactsSource(Protocol):
         ...
 
     def facts(self, plan: Plan) -> ModelFacts:
-        """The facts for the plan's tp, sp, ring, ulysses, residual and precision. Raises PlanError."""
+        """The facts for the plan's tp, cp, ring, ulysses, residual and precision. Raises PlanError."""
         ...
 
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:

@@ -1,6 +1,6 @@
 """GPT blocks: the operations, collectives and activations of Megatron's GPT on one rank, for one sample.
 
-T tokens of a sample on this rank, s/sp · h width · t tensor ranks · r ranks that split residuals · e bytes of an
+T tokens of a sample on this rank, s/cp · h width · t tensor ranks · r ranks that split residuals · e bytes of an
 element
 Law: a block computes 24·T·h²/t + 4·T·s·h/t operations forward, the head 2·T·h·V/t (equation 3 of Narayanan et al.,
 2104.04473). Fused attention leaves out what the causal mask hides. A block keeps T·h·(10 + 24/t + 5·a·s/(h·t)) bytes in
@@ -33,7 +33,7 @@ class RankShape(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        return self.size.length / self.plan.sp
+        return self.size.length / self.plan.cp
 
     @property
     def hidden(self) -> float:
@@ -47,7 +47,7 @@ class RankShape(NamedTuple):
 
     @property
     def scores(self) -> float:
-        length, spec = self.size.length, self.plan.sequence_spec
+        length, spec = self.size.length, self.plan.context_spec
         if not self.is_fused:
             return float(length * length)
         return float(max(scores_per_index(spec, length, causal=True)))
@@ -143,7 +143,7 @@ def _attention(rank: RankShape) -> tuple[Operation, ...]:
 
 def block_collectives(rank: RankShape) -> tuple[Collective, ...]:
     """Two sums over tensor ranks, each way; and what attention exchanges along the sequence."""
-    return (*_tensor_sums(rank, 2), *_sequence_exchange(rank))
+    return (*_tensor_sums(rank, 2), *_context_exchange(rank))
 
 
 def first_collectives(rank: RankShape) -> tuple[Collective, ...]:
@@ -184,20 +184,20 @@ def _tensor_sums(rank: RankShape, times: int) -> tuple[Collective, ...]:
     )
 
 
-def _sequence_exchange(rank: RankShape) -> tuple[Collective, ...]:
+def _context_exchange(rank: RankShape) -> tuple[Collective, ...]:
     """As much as `attention_sent_elements` says: a third in forward, two in backward; heads move as much both ways."""
     plan, size = rank.plan, rank.size
-    if plan.sp == 1:
+    if plan.cp == 1:
         return ()
     layer = AttentionSize(1, size.length, size.heads // plan.tp, size.width // size.heads)
-    total = attention_sent_elements(layer, plan.sp, ulysses=plan.ulysses)
-    of_heads = layer._replace(length=size.length // plan.sp * plan.ulysses)  # as many tokens on a rank, without a ring
+    total = attention_sent_elements(layer, plan.cp, ulysses=plan.ulysses)
+    of_heads = layer._replace(length=size.length // plan.cp * plan.ulysses)  # as many tokens on a rank, without a ring
     heads = attention_sent_elements(of_heads, plan.ulysses, ulysses=plan.ulysses)
-    as_gather = plan.sp / (plan.sp - 1) * rank.element_bytes  # an all-gather sends (N − 1)/N of its tensor
+    as_gather = plan.cp / (plan.cp - 1) * rank.element_bytes  # an all-gather sends (N − 1)/N of its tensor
     ring, exchange = (total - heads) / 3 * as_gather, heads / 2 * as_gather
     found = (
-        Collective("sp", Change.ALL_GATHER, ring, 1, 2, 1),
-        Collective("sp", Change.ALL_GATHER, exchange, 1, 1, 1),
+        Collective("cp", Change.ALL_GATHER, ring, 1, 2, 1),
+        Collective("cp", Change.ALL_GATHER, exchange, 1, 1, 1),
     )
     return tuple(each for each in found if each.whole_bytes)
 

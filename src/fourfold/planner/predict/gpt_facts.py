@@ -29,7 +29,7 @@ from fourfold.words.errors import PlanError, Problem
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ADAM = UpdateSpec(optimizer="Adam", num_states=(2,))
-FACT_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "precision")
+FACT_FIELDS = ("tp", "cp", "ring", "ulysses", "residual", "precision")
 """The fields of a plan on which facts depend."""
 
 
@@ -132,10 +132,10 @@ class GptFacts:
             )
         elif problem := heads_problem(self.heads // plan.tp, self.heads // plan.tp, plan.ulysses):
             problems.append(problem)
-        if problem := plan.sequence_spec.length_problem(self.length):
+        if problem := plan.context_spec.length_problem(self.length):
             problems.append(problem)
-        if plan.residual == SPLIT and self.length // plan.sp % plan.tp:
-            got = f"tp = {plan.tp}, {self.length // plan.sp} tokens on a rank"
+        if plan.residual == SPLIT and self.length // plan.cp % plan.tp:
+            got = f"tp = {plan.tp}, {self.length // plan.cp} tokens on a rank"
             problems.append(Problem(got, "tp to divide the tokens, with split residuals", 'residual = "whole"'))
         if problems:
             raise PlanError(problems, where="the plan")
@@ -143,7 +143,7 @@ class GptFacts:
     def _make_facts(self, plan: Plan) -> ModelFacts:
         compute = COMPUTE_FORMATS.get(plan.precision)
         element_bytes = compute.num_bytes if compute else ELEMENT_BYTES[self.precision]
-        rank = RankShape(self.size, plan, element_bytes, is_fused=self.fused_attention or plan.sp > 1)
+        rank = RankShape(self.size, plan, element_bytes, is_fused=self.fused_attention or plan.cp > 1)
         block = self._block(rank)
         names = [(block_name(index), block_shapes(self.size)) for index in range(self.layers)]
         blocks = tuple(

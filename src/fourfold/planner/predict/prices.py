@@ -1,6 +1,6 @@
 """Prices: the seconds that a machine needs for what a program does.
 
-segment   forward and backward of one segment, with the collectives of tp and sp inside them
+segment   forward and backward of one segment, with the collectives of tp and cp inside them
 group     the ranks of a collective, and how they are spread over hosts
 Law: more samples, bytes, elements or ranks never cost less.
 """

@@ -146,7 +146,7 @@ class RooflinePrices:
         """How the peers along an axis are spread over hosts that are filled with consecutive ranks."""
         mesh, stride = (
             plan.mesh,
-            {"tp": 1, "sp": plan.tp, "dp": plan.tp * plan.sp}.get(axis, plan.tp * plan.sp * plan.dp),
+            {"tp": 1, "cp": plan.tp, "dp": plan.tp * plan.cp}.get(axis, plan.tp * plan.cp * plan.dp),
         )
         size = mesh.axis_size(axis)
         on_host = max(1, min(size, self.cluster.devices_per_host // stride))

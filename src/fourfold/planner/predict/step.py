@@ -171,10 +171,10 @@ def sent_bytes(job: Job) -> dict[str, float]:
     samples = float(sum(job.microbatch_sizes))
     by_stage = [_segment_bytes(plan, segments, samples) for segments in job.segments]
     sent: dict[str, float] = dict.fromkeys(AXES, 0.0)
-    for axis in ("sp", "tp"):
+    for axis in ("cp", "tp"):
         by_place = [sum(by_stage[stage][axis] for stage in range(p, plan.num_stages, plan.pp)) for p in range(plan.pp)]
         sent[axis] = max(by_place)
-    if plan.mesh.dp * plan.mesh.sp > 1:
+    if plan.mesh.dp * plan.mesh.cp > 1:
         sent["dp"] = job.blueprint.sent_bytes / plan.sync_interval
     if plan.pp > 1:
         each = message_bytes(plan, job.facts, 1.0)
@@ -187,7 +187,7 @@ def sent_bytes(job: Job) -> dict[str, float]:
 def _segment_bytes(plan: Plan, segments: Sequence[SegmentFacts], samples: float) -> dict[str, float]:
     """By axis inside of segments, what a rank sends for one stage."""
     collectives = [each for segment in segments for each in segment.collectives]
-    sizes = {"tp": plan.tp, "sp": plan.sp}
+    sizes = {"tp": plan.tp, "cp": plan.cp}
     return {
         axis: sum(_sent(each, size, samples, plan.recompute) for each in collectives if each.axis == axis)
         for axis, size in sizes.items()

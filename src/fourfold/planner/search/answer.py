@@ -101,7 +101,7 @@ def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, 
             try:
                 changed_plan = Plan.from_dict({**changed, "dp": space.num_devices // inner})
             except PlanError:
-                continue  # such as ulysses that no longer divides sp: more than one field would have to change
+                continue  # such as ulysses that no longer divides cp: more than one field would have to change
             is_asked = ask.pinned.get("dp", changed_plan.dp) == changed_plan.dp
             if is_asked and not space.problems(changed_plan):
                 yield name, value, changed_plan

@@ -23,7 +23,7 @@ from fourfold.words.errors import PlanError, Problem
 
 MEGATRON, ONE_DEVICE = "Megatron's layout", "one device"
 OPEN = ("microbatches", "recompute", "precision")
-ALONE = {"pp": 1, "sp": 1, "tp": 1}
+ALONE = {"pp": 1, "cp": 1, "tp": 1}
 EVEN_STAGES = {"stages": "even"}
 
 Pins = Mapping[str, Any]
@@ -64,10 +64,10 @@ def _families(space: Space) -> dict[str, list[Pins]]:
         f"data parallelism, zero {zero}": [{**ALONE, "dp": size, "zero": zero}] for zero in FIELD_RULES["zero"].choices
     }
     sizes = [tp for tp in _tensor_sizes(space) if tp > 1]
-    in_node: list[Pins] = [{"pp": 1, "sp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in sizes]
+    in_node: list[Pins] = [{"pp": 1, "cp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in sizes]
     families["tensor parallelism in a node"] = in_node
     deep = [pp for pp in reversed(divisors(size)) if 1 < pp <= space.num_blocks]
-    one_f_one_b = {"sp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", **EVEN_STAGES}
+    one_f_one_b = {"cp": 1, "tp": 1, "zero": 0, "schedule": "1f1b", **EVEN_STAGES}
     families["1F1B alone"] = [{**one_f_one_b, "pp": pp, "dp": size // pp} for pp in deep]
     return families
 
@@ -97,7 +97,7 @@ def _megatron_layouts(space: Space) -> Iterator[Pins]:
     for tp in _tensor_sizes(space):
         for pp in divisors(space.num_devices // tp):
             if pp <= space.num_blocks:
-                mesh = {"tp": tp, "sp": 1, "pp": pp, "dp": space.num_devices // tp // pp}
+                mesh = {"tp": tp, "cp": 1, "pp": pp, "dp": space.num_devices // tp // pp}
                 yield {**mesh, "zero": 0, **EVEN_STAGES}
 
 
@@ -111,7 +111,7 @@ def _best_of(families: list[Pins], question: _Question) -> Prediction | Refused 
         if found.kept or found.too_large:
             return _refused(found, question, tuple(conflicts))
         if found.problems and refused is None:
-            mesh = {name: pins[name] for name in ("pp", "dp", "sp", "tp", "zero")}
+            mesh = {name: pins[name] for name in ("pp", "dp", "cp", "tp", "zero")}
             refused = Refused(Plan.from_dict(mesh), question.limit_bytes, tuple(found.problems))
     return refused
 

@@ -6,9 +6,9 @@ proposal  a move from the present plan; taken if it is faster, else with probabi
 budget    the number of proposals; half of it without a better plan ends the search
 Law: what is found is not slower than any plan that the search begins with, and depends on the seed alone.
 
-FlexFlow's dimensions (Jia et al., 1807.05358, §4, §6.1): sample = dp, operation = pp, attribute = sp, parameter = tp.
+FlexFlow's dimensions (Jia et al., 1807.05358, §4, §6.1): sample = dp, operation = pp, attribute = cp, parameter = tp.
 What a Plan says of single layers is searched: the stage of each layer, and the dims of its weights that tensor rules
-name. A Plan has one mesh for all layers. So a degree of dp, sp or tp for each layer, devices that are no part of the
+name. A Plan has one mesh for all layers. So a degree of dp, cp or tp for each layer, devices that are no part of the
 mesh, and stages with unequal numbers of devices cannot be expressed, and are not searched.
 """
 
@@ -30,7 +30,7 @@ from fourfold.words.mesh import AXES
 
 BUDGET = 400
 STEEPNESS = 40.0  # a plan that is 5 % slower is taken in one of seven proposals
-DEPENDS_ON = {"pp": ("stages", "interleave", "schedule", "max_in_flight"), "sp": ("ulysses", "ring"), "dp": ("shard",)}
+DEPENDS_ON = {"pp": ("stages", "interleave", "schedule", "max_in_flight"), "cp": ("ulysses", "ring"), "dp": ("shard",)}
 NO_DIMS: Mapping[str, bool] = {}
 Fields = dict[str, Any]
 

@@ -27,7 +27,7 @@ from fourfold.planner.search.step_pricing import Pricing
 from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
-CUT_FIELDS = ("precision", "tp", "sp", "ulysses", "ring", "residual", "recompute")
+CUT_FIELDS = ("precision", "tp", "cp", "ulysses", "ring", "residual", "recompute")
 RECOMPUTES = FIELD_RULES["recompute"].choices
 SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
@@ -147,7 +147,7 @@ class _Searcher:
         # What ranks compute and hold is long to count: of samples that are cut, only for plans that may be kept.
         meshes = [list(each) for _, each in itertools.groupby(groups(self._ask, self._space), key=_mesh_of)]
         for is_cut in (False, True):
-            of_cut = [members for members in meshes if (members[0]["sp"] > 1) == is_cut]
+            of_cut = [members for members in meshes if (members[0]["cp"] > 1) == is_cut]
             num_left = self._run_meshes(of_cut, explored, num_left, deadline)
 
     def _run_meshes(
@@ -173,7 +173,7 @@ class _Searcher:
             timed = self._timed(group) if self._may_be_kept(group.floor) else []
             if is_fast := any(map(self._is_fast, timed)):
                 explored.add(cut)
-            elif num_left and (group.plan.sp == 1 or cut in explored) and group.floor <= self._best * FRONT_RANGE:
+            elif num_left and (group.plan.cp == 1 or cut in explored) and group.floor <= self._best * FRONT_RANGE:
                 num_left -= 1
             else:
                 continue

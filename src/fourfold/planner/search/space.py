@@ -91,22 +91,22 @@ def _tensor_sizes(space: Space, _: Fields) -> list[int]:
     return [tp for tp in sizes if host is None or host % tp == 0 or space.num_devices <= host]
 
 
-def _sequence_sizes(space: Space, chosen: Fields) -> list[int]:
+def _context_sizes(space: Space, chosen: Fields) -> list[int]:
     if space.num_devices % chosen["tp"]:
         return []
     tokens = space.tokens or 1
-    return [sp for sp in divisors(space.num_devices // chosen["tp"]) if tokens % sp == 0]
+    return [cp for cp in divisors(space.num_devices // chosen["tp"]) if tokens % cp == 0]
 
 
 def _pipeline_sizes(space: Space, chosen: Fields) -> list[int]:
-    inner = chosen["tp"] * chosen["sp"]
+    inner = chosen["tp"] * chosen["cp"]
     if space.num_devices % inner:
         return []
     return [pp for pp in divisors(space.num_devices // inner) if pp == 1 or pp <= space.num_blocks]
 
 
 def _data_sizes(space: Space, chosen: Fields) -> list[int]:
-    inner = chosen["tp"] * chosen["sp"] * chosen["pp"]
+    inner = chosen["tp"] * chosen["cp"] * chosen["pp"]
     dp = space.num_devices // inner
     return [dp] if space.num_devices % inner == 0 and space.batch_size % dp == 0 else []
 
@@ -119,11 +119,11 @@ def _microbatches(space: Space, chosen: Fields) -> list[int]:
 
 
 def _rings(_: Space, chosen: Fields) -> list[str]:
-    return ["zigzag", "gather"] if chosen["sp"] > chosen["ulysses"] else ["zigzag"]
+    return ["zigzag", "gather"] if chosen["cp"] > chosen["ulysses"] else ["zigzag"]
 
 
 def _residuals(space: Space, chosen: Fields) -> list[str]:
-    can_split = chosen["tp"] > 1 and space.tokens is not None and space.tokens % (chosen["sp"] * chosen["tp"]) == 0
+    can_split = chosen["tp"] > 1 and space.tokens is not None and space.tokens % (chosen["cp"] * chosen["tp"]) == 0
     return [WHOLE, SPLIT] if can_split else [WHOLE]
 
 
@@ -150,12 +150,12 @@ def _in_flight(_: Space, chosen: Fields) -> list[int | None]:
 
 
 def _zeros(_: Space, chosen: Fields) -> list[int]:
-    return [0, 1, 2, 3] if chosen["dp"] * chosen["sp"] > 1 else [0]
+    return [0, 1, 2, 3] if chosen["dp"] * chosen["cp"] > 1 else [0]
 
 
 def _shards(space: Space, chosen: Fields) -> list[int | None]:
     """Among all data ranks, or among those of a host."""
-    in_host = (space.devices_per_host or 0) // (chosen["sp"] * chosen["tp"])
+    in_host = (space.devices_per_host or 0) // (chosen["cp"] * chosen["tp"])
     is_apart = chosen["zero"] > 0 and 1 < in_host < chosen["dp"] and chosen["dp"] % in_host == 0
     return [None, in_host] if is_apart else [None]
 
@@ -167,10 +167,10 @@ def _updates(space: Space, _: Fields) -> list[str]:
 CHOICES: dict[str, Callable[[Space, Fields], Sequence[Any]]] = {
     "precision": lambda *_: ["keep", "bf16"],
     "tp": _tensor_sizes,
-    "sp": _sequence_sizes,
+    "cp": _context_sizes,
     "pp": _pipeline_sizes,
     "dp": _data_sizes,
-    "ulysses": lambda _, chosen: divisors(chosen["sp"]),
+    "ulysses": lambda _, chosen: divisors(chosen["cp"]),
     "ring": _rings,
     "residual": _residuals,
     "microbatches": _microbatches,
@@ -211,7 +211,7 @@ def expand(names: Sequence[str], chosen: Fields, ask: Ask, space: Space) -> Iter
 def choices(name: str, chosen: Fields, ask: Ask, space: Space) -> Sequence[Any]:
     """The values of a field, given those before it. What is pinned is judged with the whole plan, the mesh excepted."""
     if name in ask.pinned:
-        is_possible = name != "dp" or space.num_devices == math.prod(chosen[axis] for axis in ("tp", "sp", "pp")) * int(
+        is_possible = name != "dp" or space.num_devices == math.prod(chosen[axis] for axis in ("tp", "cp", "pp")) * int(
             ask.pinned["dp"]  # type: ignore[arg-type]
         )
         return [ask.pinned[name]] if is_possible else []

@@ -144,7 +144,7 @@ def host_order(cluster: Cluster, kinds: Sequence[int]) -> tuple[int, ...]:
 # ---- step pricing --------------------------------------------------------------------------------------------------
 
 
-FACTS_FIELDS = ("tp", "sp", "ring", "ulysses", "residual", "dims", "precision")
+FACTS_FIELDS = ("tp", "cp", "ring", "ulysses", "residual", "dims", "precision")
 WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
 
@@ -195,7 +195,7 @@ class StepPricing:
 
     def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
         """Forward and backward of one microbatch."""
-        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.sp, samples)
+        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.cp, samples)
         if key not in self._segment_seconds:
             priced = self._prices.segment(segment, plan, samples)
             self._segment_seconds[key] = priced.forward + priced.backward

@@ -1,9 +1,9 @@
 """Fake attention: scaled_dot_product_attention on the meta device, as the kernels of a run compute it.
 
 fused   scores are not kept: queries, keys, values, outputs and a number for each row are
-Law: what autograd keeps of a call is what torch's fused kernels, or those of the sequence axis, keep of it.
+Law: what autograd keeps of a call is what torch's fused kernels, or those of the context axis, keep of it.
 
-Sequence ranks run the attention of a step, with fake peers. With dropout and one sequence rank, torch computes the call
+Context ranks run the attention of a step, with fake peers. With dropout and one context rank, torch computes the call
 on a CPU by its products, and so does this.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.axes.context.rules.layout import SequenceSpec
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.rules.layout import ContextSpec
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
-from fourfold.axes.context.work.sequence_group import SequenceGroup
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.planner.predict.facts import Collective, OperationKind
 from fourfold.planner.task_facts.fake_ranks import FakeChannel, TruncatedRing
@@ -27,10 +27,10 @@ from fourfold.words.layout import Change, collective_sent_bytes
 class FakeAttention:
     """Handles the calls of a forward. `recorder`: None where kernels are not counted."""
 
-    def __init__(self, spec: SequenceSpec, recorder: KernelRecorder | None = None) -> None:
+    def __init__(self, spec: ContextSpec, recorder: KernelRecorder | None = None) -> None:
         self._spec, self._recorder = spec, recorder
         ring, heads = (TruncatedRing(FakeChannel(size, size - 1)) for size in (spec.size // spec.ulysses, spec.ulysses))
-        self._group = SequenceGroup(ring, heads, spec.ring)
+        self._group = ContextGroup(ring, heads, spec.ring)
         """Seen from the last rank, which has the most work of a causal ring in plain order."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -41,7 +41,7 @@ class FakeAttention:
         dropout = AttentionDropout(call.dropout_p) if call.dropout_p else None
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.enable_gqa}
         with intercept_attention(_fused):  # of ranks that have all tokens of some heads
-            return sequence_attention(call.q, call.k, call.v, self._group, mask=call.mask, dropout=dropout, **options)
+            return context_attention(call.q, call.k, call.v, self._group, mask=call.mask, dropout=dropout, **options)
 
     def _recorded(self, call: AttentionCall, recorder: KernelRecorder) -> Tensor:
         """One kernel, unless torch computes the call by its products."""
@@ -78,8 +78,8 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def attention_collectives(call: AttentionCall, spec: SequenceSpec, num_samples: int) -> list[Collective]:
-    """What sequence ranks send each other for a call, for one of its samples.
+def attention_collectives(call: AttentionCall, spec: ContextSpec, num_samples: int) -> list[Collective]:
+    """What context ranks send each other for a call, for one of its samples.
 
     A ring sends keys and values as often as an all-gather of them does: once in forward; in backward again, and their
     gradients. An exchange of heads moves queries, keys, values and outputs once in each direction.
@@ -92,7 +92,7 @@ def attention_collectives(call: AttentionCall, spec: SequenceSpec, num_samples: 
         Change.ALL_TO_ALL: (exchanged * (spec.ulysses - 1) / spec.ulysses, 1, 1),
     }
     return [
-        Collective("sp", change, _whole_bytes(change, num_bytes, spec.size), forward, backward, recompute=1)
+        Collective("cp", change, _whole_bytes(change, num_bytes, spec.size), forward, backward, recompute=1)
         for change, (num_bytes, forward, backward) in sent.items()
         if num_bytes
     ]

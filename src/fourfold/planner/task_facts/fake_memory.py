@@ -135,7 +135,7 @@ class _MemoryCount:
             handles.append(first_block.register_forward_pre_hook(self._watch_input, with_kwargs=True))
         try:
             with memory, self._recompute.installed():
-                attention = FakeAttention(self._fake.plan.sequence_spec)
+                attention = FakeAttention(self._fake.plan.context_spec)
                 loss = self._fake.forward(samples, self._tracker, attention)
                 memory.end()
                 self._current = self._tracker.last if self._fake.blocks else 0
@@ -273,7 +273,7 @@ class FakeRank:
         self._fake, self._known, self._place = fake, Knowledge(stages), place
         self._states_per_weight = states_per_weight
         self._samples = fake.samples(num_samples)
-        self._attention = FakeAttention(fake.plan.sequence_spec)
+        self._attention = FakeAttention(fake.plan.context_spec)
         self._recorded = self._record() if stages.num_stages > 1 else Recording()
         fake = fake.with_copies(stages.ties if place == stages.num_places - 1 else {})
         self._copies = fake.copies

@@ -1,4 +1,4 @@
-"""Fake ranks: a tensor or sequence rank without peers: messages have their shapes and no values.
+"""Fake ranks: a tensor or context rank without peers: messages have their shapes and no values.
 
 Law: a fake rank computes on tensors of the shapes that a rank of the same mesh computes on, and holds as many bytes.
 """

@@ -1,7 +1,7 @@
 """Fake steps: forwards of a few samples on the meta device, by a model as one rank of a plan has it, by segment.
 
 cut     the model is, by the first tensor rank's shards, with fake peers (`fake_ranks.py`)
-tokens  of a batch: the first sequence rank's, so many as each has
+tokens  of a batch: the first context rank's, so many as each has
 bounds  of a step whose operations depend on values, such as one that leaves early or chooses experts: the least and the
         most operations of a forward of one sample, among the first samples of the task's data
 Law: shapes and dtypes are those of a run; nothing has values. Counts of two fake steps that differ in their samples
@@ -135,20 +135,20 @@ class FakeBatch(NamedTuple):
     num_tokens: int | None
 
     def of(self, num_samples: int, plan: Plan) -> tuple[Any, Any]:
-        """Inputs and targets of so many samples, on the meta device, with the tokens of one sequence rank."""
+        """Inputs and targets of so many samples, on the meta device, with the tokens of one context rank."""
         tokens = self.tokens_of_rank(plan)
         lengths = () if tokens is None or self.num_tokens is None else (self.num_tokens, tokens)
         expand = functools.partial(_on_meta, num_samples=num_samples, lengths=lengths)
         return tree_map(self.inputs, expand), tree_map(self.targets, expand)
 
     def tokens_of_rank(self, plan: Plan) -> int | None:
-        """Of a sample; None: samples are not split over sequence ranks. Raises PlanError."""
-        if plan.sp == 1:
+        """Of a sample; None: samples are not split over context ranks. Raises PlanError."""
+        if plan.cp == 1:
             return None
         if self.num_tokens is None:
             need = f"inputs that are a dict with {' or '.join(POSITION_KEYS)}"
-            raise PlanError(Problem(f"sp = {plan.sp} and inputs without positions", need, "sp = 1"), where="the plan")
-        return plan.sequence_spec.padded_length(self.num_tokens) // plan.sp
+            raise PlanError(Problem(f"cp = {plan.cp} and inputs without positions", need, "cp = 1"), where="the plan")
+        return plan.context_spec.padded_length(self.num_tokens) // plan.cp
 
 
 def _on_meta(tensor: Tensor, *, num_samples: int, lengths: Sequence[int]) -> Tensor:
@@ -192,7 +192,7 @@ class FakeModel(NamedTuple):
 
     @property
     def tokens_of_rank(self) -> int | None:
-        """Of a sample; None: samples are not split over sequence ranks."""
+        """Of a sample; None: samples are not split over context ranks."""
         return self.batch.tokens_of_rank(self.plan)
 
     def with_copies(self, ties: Mapping[str, Sequence[str]]) -> "FakeModel":
@@ -256,7 +256,7 @@ def record_forward(fake: FakeModel, num_samples: int) -> ForwardRecord:
     """Count the kernels of a forward of so many samples."""
     tracker, calls = fake.tracker(), list[tuple[int, AttentionCall]]()
     recorder = KernelRecorder(tracker, fake.weights, fake.calls)
-    handle = FakeAttention(fake.plan.sequence_spec, recorder)
+    handle = FakeAttention(fake.plan.context_spec, recorder)
 
     def attend(call: AttentionCall) -> Tensor:
         calls.append((tracker.current, AttentionCall(call.q.detach(), call.k.detach(), call.v.detach())))

@@ -1,7 +1,7 @@
 """Task facts: the facts of a task, for the plans that a search asks about.
 
 variant  the fields of a plan that change what one rank computes with one sample
-alike    variants that differ in how sequence ranks share attention: they have the same kernels, which are counted once
+alike    variants that differ in how context ranks share attention: they have the same kernels, which are counted once
 Law: facts are counted, not guessed: on the meta device, with the modules, shards and attention of a run. What
 activations take, which costs most to count, is counted when it is read.
 """
@@ -175,16 +175,16 @@ class _CountedVariant:
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
     def _check_heads(self) -> None:
-        """Raise PlanError if sequence ranks cannot share the heads."""
+        """Raise PlanError if context ranks cannot share the heads."""
         for _, call in self._forwards.few.attention:
             if problem := heads_problem(call.q.shape[1], call.k.shape[1], self._fake.plan.ulysses):
                 raise PlanError(problem, where="the plan")
 
     def _collectives(self, number: int) -> list[Collective]:
-        """Along sp, and along tp: how often in forward, in backward, and again in a backward that recomputes."""
+        """Along cp, and along tp: how often in forward, in backward, and again in a backward that recomputes."""
         found = list[Collective]()
-        if self._fake.plan.sp > 1:
-            spec, calls = self._fake.plan.sequence_spec, self._forwards.few.attention
+        if self._fake.plan.cp > 1:
+            spec, calls = self._fake.plan.context_spec, self._forwards.few.attention
             found += [
                 each for owner, call in calls if owner == number for each in attention_collectives(call, spec, FEW)
             ]
@@ -245,7 +245,7 @@ def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) ->
 # ---- all variants ----------------------------------------------------------------------------------------------------
 
 
-VARIANT_FIELDS = ("tp", "dims", "sp", "ring", "ulysses", "residual", "precision")
+VARIANT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "residual", "precision")
 
 
 class TaskFacts:
@@ -337,7 +337,7 @@ class TaskFacts:
         if laid_out_key not in self._laid_out:
             self._laid_out[laid_out_key] = self._fake_model(plan, ties)
         fake = self._laid_out[laid_out_key]._replace(plan=plan)
-        alike = (plan.tensor_spec._replace(ulysses=1), plan.precision, bool(ties), plan.sp, fake.tokens_of_rank)
+        alike = (plan.tensor_spec._replace(ulysses=1), plan.precision, bool(ties), plan.cp, fake.tokens_of_rank)
         if alike not in self._forwards:
             self._forwards[alike] = _Forwards(fake)
         return _CountedVariant(fake, self._forwards[alike], self._segments, functools.partial(self._counting, key))

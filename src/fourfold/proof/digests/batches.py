@@ -104,7 +104,7 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def is_equal_across_ranks(number: int, ring_groups: Sequence[RingGroup], device: torch.device) -> bool:
-    """Whether all ranks of an sp group have this number. Collective; `ring_groups` together reach them all."""
+    """Whether all ranks of a cp group have this number. Collective; `ring_groups` together reach them all."""
     differs = 0
     for group in ring_groups:
         rows = [row.tolist() for row in group.all_gather([torch.tensor([number, differs], device=device)])]
@@ -117,7 +117,7 @@ def batch_mismatch_problem(axis: str = "", ranks: Sequence[int] = ()) -> Problem
     if axis:
         group = f"ranks {', '.join(map(str, ranks))}, which differ only on {axis}"
     else:
-        group = "the ranks that differ only on sp or tp"
+        group = "the ranks that differ only on cp or tp"
     row = TABLE["batch"]
     return Problem(f"different batches on some of {group}", row.need, row.attempt)
 

@@ -32,7 +32,7 @@ class ReplicatedTensor(NamedTuple):
     """A weight that this rank holds: elements [start, start + numel) of a flattened parameter.
 
     shard  which shard of a parameter that the tensor axis splits; 0 of one that all tensor ranks hold. Of a buffer: the
-           place on sp and tp, since its values may be those of the place
+           place on cp and tp, since its values may be those of the place
     """
 
     kind: str

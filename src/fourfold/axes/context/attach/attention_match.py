@@ -20,7 +20,7 @@ def compare_attention_calls(
 ) -> None:
     """Raise ShardMismatch unless `local` is this shard of `full`; TaskError if the call cannot be sharded at all."""
     if full.q.shape[2] != full.k.shape[2]:
-        got = f"sp > 1 and cross-attention at {name}: {full.q.shape[2]} queries, {full.k.shape[2]} keys"
+        got = f"cp > 1 and cross-attention at {name}: {full.q.shape[2]} queries, {full.k.shape[2]} keys"
         raise TaskError(Problem(got, "self-attention: queries and keys of the same tokens", DP_INSTEAD))
     for what in QKV:
         check_shard_rows(getattr(full, what), getattr(local, what), shard, 2, f"{what} of {name}")
@@ -37,7 +37,7 @@ def _compare_masks(full: Tensor | None, local: Tensor | None, shard: TokenShard,
     if full is None and local is None:
         return
     if local is not None and local.requires_grad:
-        got = f"sp > 1 and a mask {list(local.shape)} at {name} that requires a gradient"
+        got = f"cp > 1 and a mask {list(local.shape)} at {name} that requires a gradient"
         raise TaskError(Problem(got, "a mask that does not require one", "mask.detach()"))
     if full is None or local is None:
         which = "a shard of the tokens" if full is None else "full sequences"
@@ -58,6 +58,6 @@ def _compare_masks(full: Tensor | None, local: Tensor | None, shard: TokenShard,
 
 def mask_problem(mask: Tensor, shard: TokenShard, name: str) -> Problem:
     """What is wrong with a mask that is no part of the mask of the full sequence."""
-    got = f"sp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {shard.size} tokens"
+    got = f"cp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {shard.size} tokens"
     need = "is_causal=True, or a key mask [B, 1, 1, l], or this rank's rows of the full mask, [B, 1, l, L]"
     return Problem(got, need, "is_causal=True in place of a causal mask")

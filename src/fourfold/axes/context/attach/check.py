@@ -1,4 +1,4 @@
-"""The check of the sequence axis: each rank checks its shard (`dry_run.py`), and all ranks judge all reports.
+"""The check of the context axis: each rank checks its shard (`dry_run.py`), and all ranks judge all reports.
 
 report  what one rank has found: problems, gradient projections, and the loss of all tokens and of its own shard
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.axes.context.attach.dry_run import DryRunResult, SequenceDryRun, truncate_batch
+from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult, truncate_batch
 from fourfold.axes.context.attach.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.axes.context.attach.losses import (
     LossSum,
@@ -23,7 +23,7 @@ from fourfold.axes.context.attach.losses import (
     observe_losses,
 )
 from fourfold.axes.context.attach.token_shards import inputs_and_targets, packed_problems, sequence_length, token_shards
-from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.comm.communicator import Communicator
 from fourfold.proof.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
 from fourfold.proof.checks import Learned, Report, raise_problems
@@ -37,8 +37,8 @@ DRY_RUN_SAMPLES = 2
 log = logging.getLogger("fourfold")
 
 
-class SequenceCheck:
-    """The check of the sequence axis. `world` lies on the plan's mesh."""
+class ContextCheck:
+    """The check of the context axis. `world` lies on the plan's mesh."""
 
     claim = "the model and the loss compute the same from shards of the tokens as from all tokens"
     phase: str | None = "try out"
@@ -47,11 +47,11 @@ class SequenceCheck:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        spec: SequenceSpec,
+        spec: ContextSpec,
         world: Communicator,
     ) -> None:
         self._model, self._loss, self._spec, self._world = model, loss, spec, world
-        self._sp_group = world.along("sp")
+        self._cp_group = world.along("cp")
         self._finished_modes: set[bool] = set()
         self.ignored_indices: Sequence[int] | None = None
         """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
@@ -64,15 +64,15 @@ class SequenceCheck:
 
     def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
         inputs, targets = inputs_and_targets(batch)
-        report: Report = {"sp_ranks": self._sp_group.ranks, "digest": batch_digest(batch)}
+        report: Report = {"cp_ranks": self._cp_group.ranks, "digest": batch_digest(batch)}
         if any(len(tensor) for tensor in tree_leaves(targets)):
             report |= self._run_local(inputs, targets, MemoryFit(*fits))
         return report
 
     def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
-        for group in _by_sp_group(reports):
+        for group in _by_cp_group(reports):
             if len({report["digest"] for report in group}) > 1:
-                raise TaskError(batch_mismatch_problem("sp", group[0]["sp_ranks"]), where="the batch")
+                raise TaskError(batch_mismatch_problem("cp", group[0]["cp_ranks"]), where="the batch")
         raise_problems(reports, "the batch", "packed")
         raise_problems(reports, "the model")
         reports = [each for each in reports if "loss_sums" in each]
@@ -143,15 +143,15 @@ class SequenceCheck:
         inputs, targets = self._truncate(inputs, targets)
         num_tokens = sequence_length((inputs, targets))
         inputs, targets = (tree_map(tree, lambda tensor: tensor.to(self._world.device)) for tree in (inputs, targets))
-        shard = token_shards(self._spec, num_tokens)[self._sp_group.rank]
+        shard = token_shards(self._spec, num_tokens)[self._cp_group.rank]
         try:
-            result = SequenceDryRun(self._model, inputs, shard, ulysses=self._spec.ulysses, memory_fit=memory_fit).run()
+            result = ContextDryRun(self._model, inputs, shard, ulysses=self._spec.ulysses, memory_fit=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if num_tokens == length:
                 problem = Problem(f"a model that fails on a sample of {length} tokens: {text}", "a model that runs")
                 return DryRunResult([problem]), [], None
-            got = f"sp > 1 and a model that fails on {num_tokens} tokens, where a sample has {length}: {text}"
+            got = f"cp > 1 and a model that fails on {num_tokens} tokens, where a sample has {length}: {text}"
             return DryRunResult([Problem(got, "a model that takes any number of tokens")]), [], None
         if result.problems:
             return result, [], None
@@ -162,10 +162,10 @@ class SequenceCheck:
     def _check_gradients(self, reports: Sequence[Report]) -> None:
         """Raise TaskError if the parameter gradients of the shards do not add up; log a weaker check."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        for group in _by_sp_group(reports):
+        for group in _by_cp_group(reports):
             configs = {report["config"] for report in group}
             if len(configs) > 1:
-                got = f"sp > 1 and a dry run {' on one rank, but '.join(sorted(configs))} on another"
+                got = f"cp > 1 and a dry run {' on one rank, but '.join(sorted(configs))} on another"
                 raise TaskError(Problem(got, "ranks that can all run the same check"), where="the model")
             gradients = [report["gradients"] for report in group]
             if None in gradients:
@@ -179,7 +179,7 @@ class SequenceCheck:
         weaker = next((report for report in reports if report["config"] != str(STRICTEST_SEQUENCE_CHECK)), None)
         if weaker is not None and self._world.rank == 0:
             log.warning(
-                "the dry run of sp = %d computed %s instead of %s: %s",
+                "the dry run of cp = %d computed %s instead of %s: %s",
                 self._spec.size,
                 weaker["config"],
                 STRICTEST_SEQUENCE_CHECK,
@@ -188,7 +188,7 @@ class SequenceCheck:
 
     def _check_losses(self, reports: Sequence[Report]) -> None:
         """Raise TaskError if the losses of the shards do not add up to the loss of all tokens."""
-        for group in _by_sp_group(reports):
+        for group in _by_cp_group(reports):
             shard_sums = [LossSum(*report["loss_sums"][1]) for report in group]
             full_sum, op = LossSum(*group[0]["loss_sums"][0]), group[0]["non_mean_op"]
             if op is None:
@@ -208,13 +208,13 @@ def _loss_explained() -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            "  the dry run of sp calls the loss with outputs alone, for all tokens and for this rank's; what forward "
-            "keeps in the model is not there\n    try values of each token among the outputs, or sp = 1"
+            "  the dry run of cp calls the loss with outputs alone, for all tokens and for this rank's; what forward "
+            "keeps in the model is not there\n    try values of each token among the outputs, or cp = 1"
         )
         raise
 
 
-def _by_sp_group(reports: Sequence[Report]) -> list[list[Report]]:
-    """The reports of each sp group."""
-    groups = sorted({tuple(report["sp_ranks"]) for report in reports})
-    return [[report for report in reports if tuple(report["sp_ranks"]) == group] for group in groups]
+def _by_cp_group(reports: Sequence[Report]) -> list[list[Report]]:
+    """The reports of each cp group."""
+    groups = sorted({tuple(report["cp_ranks"]) for report in reports})
+    return [[report for report in reports if tuple(report["cp_ranks"]) == group] for group in groups]

@@ -1,4 +1,4 @@
-"""Attention dropout with sp > 1: the same on every mesh, whatever the order in which ranks and checkpoints draw it.
+"""Attention dropout with cp > 1: the same on every mesh, whatever the order in which ranks and checkpoints draw it.
 
 call  the place of an attention call in its microbatch's forward
 Law: a checkpoint's second forward drops what the first did.
@@ -42,7 +42,7 @@ class AttentionDropoutCounter:
         tag, part = self._draws.next(what, call.q)
         if tag not in self._dropouts:
             if is_in_backward():
-                raise checkpoint_error(f"sp > 1 and {what}")
+                raise checkpoint_error(f"cp > 1 and {what}")
             start = self._first_sample + sum(self._microbatch_sizes[: self._microbatch_index])
             samples = range(start, start + self._microbatch_sizes[self._microbatch_index])
             first_head = 0 if part is None else _first_head(part, what)
@@ -56,6 +56,6 @@ class AttentionDropoutCounter:
 def _first_head(part: DrawSlice, what: str) -> int:
     """The first of the heads that are here."""
     if (part.dim, len(part.ranges), part.fold) != (HEADS_DIM, 1, 1):
-        got = f"sp > 1, tp > 1 and {what}, whose queries are split in dim {part.dim}"
-        raise TaskError(Problem(got, "queries [B, H, L, D] that are split by heads", "dropout = 0, or sp = 1"))
+        got = f"cp > 1, tp > 1 and {what}, whose queries are split in dim {part.dim}"
+        raise TaskError(Problem(got, "queries [B, H, L, D] that are split by heads", "dropout = 0, or cp = 1"))
     return part.start

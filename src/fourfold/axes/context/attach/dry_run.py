@@ -1,4 +1,4 @@
-"""Dry run of the sequence axis, on one rank: before the first step, a model runs on a few tokens, full and sharded.
+"""Dry run of the context axis, on one rank: before the first step, a model runs on a few tokens, full and sharded.
 
 unchanged run  the model as it is, on all tokens of a few samples: outputs for the loss, and hand-written attention
 check          full sequences against this rank's tokens alone, forward and backward, in float64 and with random
@@ -61,7 +61,7 @@ class DryRunResult(NamedTuple):
     """Why the strictest check was unavailable; empty if it was made."""
 
 
-class SequenceDryRun:
+class ContextDryRun:
     """The dry run of a model on full inputs (a dict) and on this rank's shard of them; `ulysses` is the plan's."""
 
     def __init__(
@@ -98,7 +98,7 @@ class SequenceDryRun:
                 with eval_mode(self._model):  # what training writes has a check of its own
                     outputs, written = self._run_unchanged()
                 if names := sorted(trained & written):
-                    got = f"sp > 1 and a forward that writes {describe_trained(names)}"
+                    got = f"cp > 1 and a forward that writes {describe_trained(names)}"
                     return DryRunResult([Problem(got, "trained weights that only the optimizer writes", EDIT_ADVICE)])
                 if self._model.training:
                     self._num_calls = 0
@@ -140,7 +140,7 @@ class SequenceDryRun:
             if not has_transformers_model(self._model):
                 raise
             call()  # raises if the model fails with its configured attention too
-            got = f"sp > 1 and a {type(self._model).__name__} that fails with another attention function: {error}"
+            got = f"cp > 1 and a {type(self._model).__name__} that fails with another attention function: {error}"
             need = "a transformers model that attends through its AttentionInterface"
             raise TaskError(Problem(got, need, DP_INSTEAD)) from error
 
@@ -191,30 +191,30 @@ class SequenceDryRun:
     def _no_attention_problem(self) -> Problem:
         if self._manual_attention:
             return self._manual_attention_problem()
-        got = f"sp > 1 and a model ({type(self._model).__name__}) that never calls scaled_dot_product_attention"
+        got = f"cp > 1 and a model ({type(self._model).__name__}) that never calls scaled_dot_product_attention"
         return Problem(got, ATTENTION_ONLY, DP_INSTEAD)
 
     def _manual_attention_problem(self) -> Problem:
         attempt = "scaled_dot_product_attention(q, k, v, is_causal=…)"
         if any("need_weights" in manual for manual in self._manual_attention):
             attempt = "need_weights=False"
-        return Problem(f"sp > 1 and hand-written attention at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
+        return Problem(f"cp > 1 and hand-written attention at {self._manual_attention[0]}", ATTENTION_ONLY, attempt)
 
     def _explain_mismatch(self, comparison: ShardComparison, error: ShardMismatch) -> Problem:
         """What is wrong if the replay differs from the full sequences, with the place if it can be found."""
         if self._manual_attention:
             return self._manual_attention_problem()
         if error.is_in_backward:
-            return Problem(f"sp > 1 and {error.got}", f"{ATTENTION_ONLY}, in backward too", DP_INSTEAD)
+            return Problem(f"cp > 1 and {error.got}", f"{ATTENTION_ONLY}, in backward too", DP_INSTEAD)
         position = next(name for name in self._inputs if name in POSITION_KEYS)
         flipped = comparison.full_outputs(**{position: self._inputs[position].flip(1)})
         if all(map(torch.equal, flipped, comparison.full_outputs())):
             need = "a model that uses the positions it is given: a rank's tokens need not start at position 0"
             attempt = f"{position} [samples, tokens] in place of positions that the model makes, as by torch.arange"
-            return Problem(f"sp > 1 and a model that does not use {position}", need, attempt)
+            return Problem(f"cp > 1 and a model that does not use {position}", need, attempt)
         first = comparison.find_first_difference()
         where = f", first in {first}" if first else ""
-        return Problem(f"sp > 1 and {error.got}{where}", ATTENTION_ONLY, DP_INSTEAD)
+        return Problem(f"cp > 1 and {error.got}{where}", ATTENTION_ONLY, DP_INSTEAD)
 
 
 def truncate_batch(tree: Any, *, length: int, num_tokens: int, num_samples: int) -> Any:

@@ -42,7 +42,7 @@ def gradient_sum_problem(names: Sequence[str], ranks: Sequence[GradProjections])
         if not abs(sum(part.value for part in parts) - expected.value) <= tolerance * scale:
             members = names[group * size : (group + 1) * size]
             name = members[0] if len(members) == 1 else f"{members[0]} … {members[-1]}"
-            got = f"sp = {len(ranks)}, and gradients of {name} that do not add up to those of full sequences"
+            got = f"cp = {len(ranks)}, and gradients of {name} that do not add up to those of full sequences"
             need = "a backward in which a token's gradient depends on other tokens only through attention"
             return Problem(got, need, DP_INSTEAD)
     return None

@@ -2,7 +2,7 @@
 
 Law: a tap changes no number and no gradient.
 
-B samples · L length · l = L / sp
+B samples · L length · l = L / cp
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Losses with sp > 1: whether the losses of token shards add up to the loss of all tokens.
+"""Losses with cp > 1: whether the losses of token shards add up to the loss of all tokens.
 
 mean     a scalar loss must be torch's own mean of all elements, so that the number of elements is known
 even     each rank has the same number of elements; then the mean of the ranks' means is the mean
@@ -131,9 +131,9 @@ def gradient_problem(full: ObservedLoss, local: ObservedLoss, shard: TokenShard)
         largest = float(expected.abs().max()) if expected.numel() else 0.0
         if bool((expected - part).abs().le(10 * full.tolerance * largest).logical_or(expected.isnan()).all()):
             continue
-        got = "sp > 1 and a loss whose gradient for a token depends on other ranks' tokens, though its value does not"
+        got = "cp > 1 and a loss whose gradient for a token depends on other ranks' tokens, though its value does not"
         need = "a loss that compares each token's output with the same token's target"
-        return Problem(got, need, "no means of other tokens, detached ones too, or sp = 1")
+        return Problem(got, need, "no means of other tokens, detached ones too, or cp = 1")
     return None
 
 
@@ -181,16 +181,16 @@ def check_even_targets(
             if len(set(counts)) > 1:
                 break
     if len(set(counts)) > 1:
-        got = f"sp = {len(shards)}, a loss that is a mean, and {what}: {counts} targets by rank"
+        got = f"cp = {len(shards)}, a loss that is a mean, and {what}: {counts} targets by rank"
         raise TaskError(
             Problem(got, "the same number on every rank, or a loss that can be summed over ranks", attempt),
             where="the loss",
         )
 
 
-def non_mean_problem(non_mean_op: str, sp_size: int) -> Problem:
+def non_mean_problem(non_mean_op: str, cp_size: int) -> Problem:
     """What is wrong with a scalar loss that `non_mean_op` has made."""
-    got = f"sp = {sp_size}, and a scalar loss made by {non_mean_op}"
+    got = f"cp = {cp_size}, and a scalar loss made by {non_mean_op}"
     need = "a scalar that torch makes as the mean of all elements, without weights, so that their number is known"
     return Problem(got, need, UNREDUCED_ADVICE)
 
@@ -200,7 +200,7 @@ def loss_sum_problem(full: LossSum, parts: Sequence[LossSum], *, tolerance: floa
     added = LossSum(sum(part.total for part in parts), sum(part.num_elements for part in parts))
     if added.num_elements == full.num_elements and abs(added.mean - full.mean) <= tolerance * max(abs(full.mean), 1e-6):
         return None
-    got = f"sp = {len(parts)}, a loss of {full.mean:.8g} over {full.num_elements:g} elements for all tokens"
+    got = f"cp = {len(parts)}, a loss of {full.mean:.8g} over {full.num_elements:g} elements for all tokens"
     got += f", but {added.mean:.8g} over {added.num_elements:g} for the ranks' tokens"
     need = "a loss that compares each token's output with the same token's target"
     return Problem(got, need, f"targets that the data has shifted, and {UNREDUCED_ADVICE}")

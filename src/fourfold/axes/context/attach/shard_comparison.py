@@ -6,7 +6,7 @@ tap     an embedding's output, or an input of features: its gradient is compared
 Both backwards start from the same random upstream gradients: drawn for the full outputs, of which the replay gets the
 rows of its own tokens.
 
-B samples · L length · l = L / sp
+B samples · L length · l = L / cp
 """
 
 import contextlib
@@ -208,7 +208,7 @@ class ShardComparison:
         def play_recomputed(call: AttentionCall) -> Tensor:
             number = self._find_recomputed_call(call, is_full=False)
             if number is None:
-                got = "sp > 1 and a checkpoint whose second forward computes something else than its first"
+                got = "cp > 1 and a checkpoint whose second forward computes something else than its first"
                 attempt = "checkpoint(…, use_reentrant=False), with which torch compares the two"
                 raise TaskError(Problem(got, "the same forward both times", attempt))
             return self._play_back(number, call)
@@ -284,7 +284,7 @@ class ShardComparison:
             configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
         pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)
         if not all(is_close(a, b.detach()) for a, b in pairs):
-            got = f"sp > 1 and a {type(self._model).__name__} that does not compute plain attention with its mask"
+            got = f"cp > 1 and a {type(self._model).__name__} that does not compute plain attention with its mask"
             raise TaskError(Problem(got, "plain or causal attention, with a mask of keys"))
 
     def _compare_taps(self, taps: GradTaps) -> None:

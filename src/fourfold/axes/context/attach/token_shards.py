@@ -6,7 +6,7 @@ shard         the tokens that one rank keeps: ranges of a sequence that is padde
 pad           the last token once more; no query attends to it, and its output is dropped
 Law: the shards tile the sequence, and no pad reaches a loss or another token.
 
-B samples · L length · P padded length · l = P / sp
+B samples · L length · P padded length · l = P / cp
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.rules.layout import DP_INSTEAD, SequenceSpec, TokenRanges
+from fourfold.axes.context.rules.layout import DP_INSTEAD, ContextSpec, TokenRanges
 from fourfold.axes.context.work.document_mask import DocumentMask
 from fourfold.model.batch import POSITION_KEYS, find_positions, has_token_dim, unpack_batch
 from fourfold.model.sdpa_interception import AttentionCall
@@ -58,8 +58,8 @@ class TokenShard(NamedTuple):
         return tensor[:, self.positions.clamp(max=self.length - 1).to(tensor.device)]
 
 
-def token_shards(spec: SequenceSpec, length: int) -> list[TokenShard]:
-    """The shard of each index on the sequence axis, for sequences of this length."""
+def token_shards(spec: ContextSpec, length: int) -> list[TokenShard]:
+    """The shard of each index on the context axis, for sequences of this length."""
     padded = spec.padded_length(length)
     return [TokenShard(length, padded, ranges) for ranges in spec.token_ranges(padded)]
 
@@ -68,7 +68,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """The inputs and targets of a batch. Raises TaskError for anything else."""
     inputs, targets = unpack_batch(batch)
     if targets is None:
-        got = f"sp > 1 and a batch of {', '.join(map(str, inputs))} without targets"
+        got = f"cp > 1 and a batch of {', '.join(map(str, inputs))} without targets"
         raise TaskError(Problem(got, "a pair (inputs, targets)"), where="the batch")
     return inputs, targets
 
@@ -79,22 +79,22 @@ def sequence_length(batch: Any) -> int:
     attempt = "{'tokens': …, 'positions': torch.arange(length).expand(samples, length)}, which the model must use"
     inputs, targets = batch
     if not isinstance(inputs, dict):
-        got = f"sp > 1 and inputs that are a {type(inputs).__name__}"
+        got = f"cp > 1 and inputs that are a {type(inputs).__name__}"
         raise TaskError(Problem(got, need, attempt), where="the batch")
     positions = find_positions(inputs)
     if positions is None:
         raise TaskError(
-            Problem(f"sp > 1 and inputs {', '.join(inputs)} without positions", need, attempt), where="the batch"
+            Problem(f"cp > 1 and inputs {', '.join(inputs)} without positions", need, attempt), where="the batch"
         )
     if positions.dim() != 2:
         raise TaskError(
-            Problem(f"sp > 1 and positions of shape {list(positions.shape)}", need, attempt), where="the batch"
+            Problem(f"cp > 1 and positions of shape {list(positions.shape)}", need, attempt), where="the batch"
         )
     length = positions.shape[1]
     if not any(has_token_dim(tensor, length) for tensor in tree_leaves(targets)):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tree_leaves(targets))
         need = f"a target for each of the {length} tokens: each rank has the outputs of its own tokens only"
-        raise TaskError(Problem(f"sp > 1 and targets of shape {shapes}", need, DP_INSTEAD), where="the batch")
+        raise TaskError(Problem(f"cp > 1 and targets of shape {shapes}", need, DP_INSTEAD), where="the batch")
     return length
 
 
@@ -127,5 +127,5 @@ def packed_problems(model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem
         return []
     if not bool((find_positions(inputs).diff(dim=1) != 1).any()):
         return []
-    got = "sp > 1 and positions that restart within a sample (packed documents), for a transformers model"
+    got = "cp > 1 and positions that restart within a sample (packed documents), for a transformers model"
     return [Problem(got, "one document per sample, or attention_mask for padding", "position_ids = 0, 1, 2 …")]

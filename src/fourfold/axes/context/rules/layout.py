@@ -1,4 +1,4 @@
-"""The sequence axis: which tokens each rank holds, which attention scores it computes, and what it sends.
+"""The context axis: which tokens each rank holds, which attention scores it computes, and what it sends.
 
 token range  [start, stop) of the whole sequence
 ring         how ranks attend to tokens of other ranks: one of RINGS
@@ -7,7 +7,7 @@ tile         a rectangle of scores that a rank computes at once: [start, stop) o
 Law: the token ranges of the ranks tile the sequence; a rank holds its own in ascending order, so the causal mask among
 its own tokens is the usual one.
 
-sp = ulysses × ring size. The index on the axis is ring index · ulysses + ulysses index. The `ulysses` consecutive ranks
+cp = ulysses × ring size. The index on the axis is ring index · ulysses + ulysses index. The `ulysses` consecutive ranks
 at one ring index split its tokens, and split the heads during attention.
 """
 
@@ -20,7 +20,7 @@ from fourfold.words.errors import PlanError, Problem
 # ring -> order of its tokens. "gather" is not a ring: it all-gathers keys and values.
 TOKEN_ORDERS = {"zigzag": "zigzag", "plain": "plain", "rsa": "plain", "gather": "zigzag"}
 RINGS = tuple(TOKEN_ORDERS)
-DP_INSTEAD = "sp = 1, with dp instead"
+DP_INSTEAD = "cp = 1, with dp instead"
 """What to try with a model whose tokens cannot be sharded."""
 
 TokenRange = tuple[int, int]
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 # ---- which tokens ----------------------------------------------------------------------------------
 
 
-class SequenceSpec(NamedTuple):
+class ContextSpec(NamedTuple):
     """How `size` ranks hold one sequence. `ring` is one of RINGS; `ulysses` divides `size`."""
 
     size: int
@@ -74,7 +74,7 @@ class SequenceSpec(NamedTuple):
         attempt = f"length {above}" if below <= 0 else f"length {below} or {above}"
         if self.is_zigzag and length > 0 and length % self._replace(ring="plain").length_divisor == 0:
             attempt += ', or ring = "plain"'
-        got = f"sp = {self.size}, sequence length {length}"
+        got = f"cp = {self.size}, sequence length {length}"
         return Problem(got, f"a length divisible by {need} ({self.ring})", attempt)
 
     def padded_length(self, length: int) -> int:
@@ -126,7 +126,7 @@ def ulysses_problem(size: int, ulysses: int) -> Problem | None:
     if size % ulysses == 0:
         return None
     divisors = [str(u) for u in range(1, size + 1) if size % u == 0]
-    return Problem(f"ulysses = {ulysses}, sp = {size}", "ulysses to divide sp", f"ulysses = {' or '.join(divisors)}")
+    return Problem(f"ulysses = {ulysses}, cp = {size}", "ulysses to divide cp", f"ulysses = {' or '.join(divisors)}")
 
 
 def heads_problem(num_heads: int, num_kv_heads: int, ulysses: int) -> Problem | None:
@@ -181,7 +181,7 @@ def local_ranges(ranges: TokenRanges) -> list[tuple[TokenRange, TokenRange]]:
     return result
 
 
-def scores_per_index(spec: SequenceSpec, length: int, *, causal: bool) -> tuple[int, ...]:
+def scores_per_index(spec: ContextSpec, length: int, *, causal: bool) -> tuple[int, ...]:
     """The number of scores that each ring index computes, for one head of one sequence."""
     ranges = spec.ring_ranges(length)
     return tuple(

@@ -1,6 +1,6 @@
-"""Attention over the sequence axis: `scaled_dot_product_attention` where each rank holds some tokens of every sequence.
+"""Attention over the context axis: `scaled_dot_product_attention` where each rank holds some tokens of every sequence.
 
-B batch · H query heads · G key and value heads · l tokens of a rank · L = l · sp_size · K, V head sizes
+B batch · H query heads · G key and value heads · l tokens of a rank · L = l · cp_size · K, V head sizes
 Law: output and gradients are those of one process that holds all tokens, whatever the upstream gradient.
 """
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from fourfold.axes.context.rules.layout import heads_problem
 from fourfold.axes.context.work import masks, ring, rsa, ulysses
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.document_mask import DocumentMask, document_attention
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.context.work.ring_call import RingCall
-from fourfold.axes.context.work.sequence_group import SequenceGroup
 from fourfold.words.errors import Problem, TrainingError
 
 
-def sequence_attention(
+def context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: SequenceGroup,
+    group: ContextGroup,
     *,
     mask: Tensor | None = None,
     is_causal: bool = False,
@@ -45,7 +45,7 @@ def sequence_attention(
     if q.ndim == 3 and k.ndim == 3 and v.ndim == 3:
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
         q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
-        return sequence_attention(q, k, v, group, mask=mask, is_causal=is_causal, scale=scale, dropout=dropout).squeeze(
+        return context_attention(q, k, v, group, mask=mask, is_causal=is_causal, scale=scale, dropout=dropout).squeeze(
             1
         )
     _check_inputs(q, k, v, group, enable_gqa=enable_gqa)
@@ -102,7 +102,7 @@ def _local_attention(
     )
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, *, enable_gqa: bool) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, group: ContextGroup, *, enable_gqa: bool) -> None:
     """Raise TrainingError with all problems at once."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if {q.ndim, k.ndim, v.ndim} != {4} or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
@@ -110,7 +110,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, group: SequenceGroup, *, enab
         raise TrainingError(Problem(shapes, need), where=masks.WHERE)
     problems = []
     if group.size > 1 and (q.shape[-2] != k.shape[-2] or q.shape[0] != k.shape[0]):
-        problems.append(Problem(shapes, "self-attention: queries and keys of the same tokens", "sp = 1"))
+        problems.append(Problem(shapes, "self-attention: queries and keys of the same tokens", "cp = 1"))
     if not enable_gqa and q.shape[1] != k.shape[1]:
         problems.append(Problem(shapes, "as many key heads as query heads", "enable_gqa=True"))
     elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:

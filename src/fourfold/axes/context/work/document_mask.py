@@ -29,7 +29,7 @@ SDPA = (
 class DocumentMask(Tensor):
     """The `attn_mask` of scaled_dot_product_attention for packed documents: int64 starts [B or 1, L].
 
-    It is causal, with and without `is_causal=True`. With sp > 1, the starts are those of this rank's tokens, [B, l], as
+    It is causal, with and without `is_causal=True`. With cp > 1, the starts are those of this rank's tokens, [B, l], as
     the step cuts them; their values remain positions in the whole row.
     """
 

@@ -19,7 +19,7 @@ from fourfold.axes.context.rules.layout import TokenRange, TokenRanges
 from fourfold.axes.context.work.document_mask import DocumentMask, check_starts
 from fourfold.words.errors import Problem, TrainingError
 
-WHERE = "attention over the sequence axis"  # in error messages
+WHERE = "attention over the context axis"  # in error messages
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ class TensorCheck:
 
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:
-        """Within, models of transformers attend as they do in a step: with sp > 1, through Fourfold's own interface."""
-        if self._world.along("sp").size == 1:
+        """Within, models of transformers attend as they do in a step: with cp > 1, through Fourfold's own interface."""
+        if self._world.along("cp").size == 1:
             yield
             return
         with install_attention(self._model), install_attention(self._axis.structure):

@@ -1,6 +1,6 @@
 """Named dims: which dims of the weights the tensor axis splits, by their names, and the rules that follow.
 
-dims     the plan's field, such as "heads:tp mlp:tp vocab:tp"; `batch:dp` and `length:sp` may stand there too: they say
+dims     the plan's field, such as "heads:tp mlp:tp vocab:tp"; `batch:dp` and `length:cp` may stand there too: they say
          what these axes do anyway
 split    the names on the tensor axis: those of the plan's field, or without it those that the rules mark with `:tp`
 count    a dim with the name of an attribute around the layer, such as `heads`, is split by whole units of it
@@ -19,7 +19,7 @@ from fourfold.words.errors import Problem, closest_match
 from fourfold.words.mesh import AXES
 
 TENSOR_AXIS = "tp"
-OWN_DIMS = {"batch": "dp", "length": "sp"}
+OWN_DIMS = {"batch": "dp", "length": "cp"}
 """The dims of activations that have an axis of their own."""
 EXAMPLE = 'dims = "heads:tp mlp:tp vocab:tp"'
 DIM_STYLES = {

@@ -170,7 +170,7 @@ def tensor_layout(
     tied     the other names of parameters that have several: the name -> the first one
     rules    pattern of module names -> the text of a rule
     dims     the plan's field: which of the dims that rules name are split; empty: those that they mark
-    ulysses  among so many ranks of the sequence axis the local heads are divided again
+    ulysses  among so many ranks of the context axis the local heads are divided again
     Raises PlanError, all problems at once.
     """
     layers, problems = resolve_layers(modules, rules, dims)

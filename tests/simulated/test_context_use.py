@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis: how it may be used, what it refuses, its dropout, its waits."""
+"""Laws of attention over the context axis: how it may be used, what it refuses, its dropout, its waits."""
 
 import functools
 import threading
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.context.rules.layout import RINGS, token_positions
 from fourfold.axes.context.work import kernels
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
 from fourfold.comm import shared_regions
 from fourfold.comm.meter import CommMeter
@@ -34,7 +34,7 @@ def both(size, use, ring="zigzag", ulysses=1):
         mine = torch.tensor(token_positions(axis.local_token_ranges(tensors.q.shape[-2])))
         q, k, v, grad_out = (tensor[:, :, mine] for tensor in tensors[:4])
         local = attention_oracle.FullTensors(q, k, v, grad_out, None)
-        return mine, use(functools.partial(sequence_attention, group=axis), local)
+        return mine, use(functools.partial(context_attention, group=axis), local)
 
     found = threads.run(size, body)
     order = torch.argsort(torch.cat([mine for mine, _ in found]))
@@ -116,7 +116,7 @@ def test_tensors_may_lack_the_head_dim_and_batches_may_be_empty():
 def test_double_backward_is_refused(ring):
     def body(comm):
         q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 1, 2, 4))
-        out = sequence_attention(q, k, v, threads.make_axis(comm, ring))
+        out = context_attention(q, k, v, threads.make_axis(comm, ring))
         (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
@@ -131,11 +131,11 @@ def test_one_rank_calls_torchs_own_attention(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(1), own(*a, **k))[1]
     )
-    assert torch.equal(sequence_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
+    assert torch.equal(context_attention(q, k, v, axis, is_causal=True), own(q, k, v, is_causal=True))
     assert called == [1]
     # It accepts masks that cannot be split between ranks.
     mask = torch.randn(6, 6, requires_grad=True)
-    sequence_attention(q, k, v, axis, mask=mask).sum().backward()
+    context_attention(q, k, v, axis, mask=mask).sum().backward()
     assert mask.grad is not None
 
 
@@ -182,7 +182,7 @@ REFUSED = [
 def test_unsupported_arguments_are_refused(given, message):
     def body(comm):
         with pytest.raises((TrainingError, PlanError), match=message):
-            sequence_attention(group=threads.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
+            context_attention(group=threads.make_axis(comm), **{"q": Q, "k": Q, "v": Q, **given})
 
     threads.run(2, body)
 
@@ -190,7 +190,7 @@ def test_unsupported_arguments_are_refused(given, message):
 def test_heads_that_cannot_be_exchanged_are_refused():
     def body(comm):
         with pytest.raises(TrainingError, match=r"ulysses = 4, 4 heads, 2 heads of .*try ulysses = 1 or 2"):
-            sequence_attention(Q, Q[:, :2], Q[:, :2], threads.make_axis(comm, ulysses=4), enable_gqa=True)
+            context_attention(Q, Q[:, :2], Q[:, :2], threads.make_axis(comm, ulysses=4), enable_gqa=True)
 
     threads.run(4, body)
     with pytest.raises(TrainingError, match=r"dropout of 1\.5"):
@@ -288,7 +288,7 @@ def test_ranks_with_different_attention_calls_raise():
     def body(comm):
         axis, mine = threads.make_axis(comm, transport="shared"), Q[:, :, : 2 + 2 * comm.rank]
         with pytest.raises(DivergenceError, match=r"rank . has \d+ bytes, rank . \d+ .*need the same attention"):
-            sequence_attention(mine, mine, mine, axis)
+            context_attention(mine, mine, mine, axis)
 
     threads.run(2, body)
 

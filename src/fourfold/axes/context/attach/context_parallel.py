@@ -1,8 +1,8 @@
-"""Sequence parallelism: each rank holds some tokens of every sequence, and attention reaches all of them.
+"""Context parallelism: each rank holds some tokens of every sequence, and attention reaches all of them.
 
-sp group  the ranks that hold the tokens of the same samples
+cp group  the ranks that hold the tokens of the same samples
 check     before the first step, it shows that tokens interact only in attention; else the model is refused
-Law: a step over dp × sp ranks is the step of one process.
+Law: a step over dp × cp ranks is the step of one process.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.check import SequenceCheck
+from fourfold.axes.context.attach.check import ContextCheck
 from fourfold.axes.context.attach.dropout import AttentionDropoutCounter
 from fourfold.axes.context.attach.losses import check_even_targets
 from fourfold.axes.context.attach.token_shards import (
@@ -23,8 +23,8 @@ from fourfold.axes.context.attach.token_shards import (
     shard_tokens,
     token_shards,
 )
-from fourfold.axes.context.work.attention import sequence_attention
-from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.ring import RingGroup
 from fourfold.model.batch import Microbatch, has_token_dim
@@ -45,26 +45,26 @@ class LocalBatch(NamedTuple):
     real_tokens: Tensor | None
 
 
-class SequenceParallel:
-    """The sequence axis of a step. `seed` is that of attention dropout, the same on all ranks."""
+class ContextParallel:
+    """The context axis of a step. `seed` is that of attention dropout, the same on all ranks."""
 
     def __init__(
         self,
         model: nn.Module,
-        sequence_group: SequenceGroup,
+        context_group: ContextGroup,
         world: Communicator,
         *,
         num_microbatches: int,
         draw_slices: DrawSlices,
-        check: SequenceCheck,
+        check: ContextCheck,
         seed: int = 0,
     ) -> None:
-        """`world` lies on the plan's mesh; `sequence_group` are its ranks along "sp"."""
-        self._model, self._sequence_group, self._world = model, sequence_group, world
-        self._spec, self._num_microbatches = sequence_group.spec, num_microbatches
+        """`world` lies on the plan's mesh; `context_group` are its ranks along "cp"."""
+        self._model, self._context_group, self._world = model, context_group, world
+        self._spec, self._num_microbatches = context_group.spec, num_microbatches
         self._dp_index = world.along("dp").rank
         self._draws = TaggedDraws(draw_slices)
-        self._dropout = RankDropout(self._draws, sequence_group.index, sequence_group.size)
+        self._dropout = RankDropout(self._draws, context_group.index, context_group.size)
         self._dropout_counter = AttentionDropoutCounter(seed, self._draws)
         self._check = check
         self._shard: TokenShard | None = None
@@ -72,7 +72,7 @@ class SequenceParallel:
     @property
     def ring_groups(self) -> Sequence[RingGroup]:
         """The groups through which attention communicates."""
-        return self._sequence_group.groups
+        return self._context_group.groups
 
     def shard_batch(self, batch: Any) -> LocalBatch:
         """This rank's tokens of a batch. Raises TaskError if the batch has no tokens that can be sharded."""
@@ -81,7 +81,7 @@ class SequenceParallel:
         if problems := packed_problems(self._model, inputs):
             raise TaskError(problems, where="the batch")
         self._check_even_targets(targets, length)
-        shard = self._shard = token_shards(self._spec, length)[self._sequence_group.index]
+        shard = self._shard = token_shards(self._spec, length)[self._context_group.index]
         real_tokens = shard.real_tokens
         local_targets = shard_tokens(targets, shard)
         if real_tokens is not None:
@@ -91,11 +91,11 @@ class SequenceParallel:
         return LocalBatch((shard_tokens(inputs, shard), local_targets), real_tokens)
 
     def batch_mismatch(self, batch: Any) -> Problem | None:
-        """What is wrong if the ranks of this sp group have different batches. Collective among them."""
+        """What is wrong if the ranks of this cp group have different batches. Collective among them."""
         return (
             None
             if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._world.device)
-            else batch_mismatch_problem("sp", self._world.along("sp").ranks)
+            else batch_mismatch_problem("cp", self._world.along("cp").ranks)
         )
 
     def _check_even_targets(self, targets: Any, length: int) -> None:
@@ -132,11 +132,11 @@ class SequenceParallel:
 
     def _attend(self, call: AttentionCall) -> Tensor:
         assert self._shard is not None
-        return sequence_attention(
+        return context_attention(
             call.q,
             call.k,
             call.v,
-            self._sequence_group,
+            self._context_group,
             mask=mask_padding(call, self._shard),
             is_causal=call.is_causal,
             scale=call.scale,

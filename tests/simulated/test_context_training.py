@@ -1,4 +1,4 @@
-"""Laws of the sequence axis in training; ranks are threads."""
+"""Laws of the context axis in training; ranks are threads."""
 
 import copy
 import dataclasses
@@ -41,16 +41,16 @@ RING_LAYOUTS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 
 
-@pytest.mark.parametrize(("dp", "sp", "ring", "ulysses"), [
+@pytest.mark.parametrize(("dp", "cp", "ring", "ulysses"), [
     (1, 3, "zigzag", 1), (1, 8, "zigzag", 2), (1, 4, "rsa", 1), (2, 4, "gather", 1), (1, 4, "plain", 1),
 ])  # fmt: skip
-def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, sp, ring, ulysses):
-    case = dataclasses.replace(LM, sp=sp, ring=ring, ulysses=ulysses, length=11, batch_sizes=(5, 1, 3), zero=1)
-    assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
+def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, cp, ring, ulysses):
+    case = dataclasses.replace(LM, cp=cp, ring=ring, ulysses=ulysses, length=11, batch_sizes=(5, 1, 3), zero=1)
+    assert max(threads.run(dp * cp, lambda comm: deviation(case, dp * cp, comm))) <= TOLERANCE
 
 
 def test_metrics_count_each_sample_and_token_once():
-    case = dataclasses.replace(LM, sp=2, batch_sizes=(5, 3), length=13)
+    case = dataclasses.replace(LM, cp=2, batch_sizes=(5, 3), length=13)
 
     def body(comm):
         step = build_step(case, 4, comm)
@@ -65,7 +65,7 @@ def test_an_evaluation_equals_that_of_one_process():
     case = dataclasses.replace(LM, batch_sizes=(5,), length=13)
 
     def body(comm):
-        step = build_step(dataclasses.replace(case, sp=comm.size), comm.size, comm)
+        step = build_step(dataclasses.replace(case, cp=comm.size), comm.size, comm)
         return step.evaluate(batches(case)[0]).loss
 
     (expected,) = threads.run(1, body)
@@ -76,7 +76,7 @@ def test_a_state_dict_loads_on_another_sequence_axis():
     case = dataclasses.replace(LM, batch_sizes=(4, 4, 4, 4), zero=1, bucket_bytes=3000)
 
     def begin(comm):
-        step = build_step(dataclasses.replace(case, sp=4), 4, comm)
+        step = build_step(dataclasses.replace(case, cp=4), 4, comm)
         for batch in batches(case)[:2]:
             step(batch)
         return step.state_dict()
@@ -84,7 +84,7 @@ def test_a_state_dict_loads_on_another_sequence_axis():
     state = threads.run(4, begin)[0]
 
     def resume(comm):
-        step = build_step(dataclasses.replace(case, sp=2, zero=2, ring="plain"), 4, comm)
+        step = build_step(dataclasses.replace(case, cp=2, zero=2, ring="plain"), 4, comm)
         step.load_state_dict(state)
         return train_step(case, step, skip=2).weights
 
@@ -95,7 +95,7 @@ def test_a_state_dict_loads_on_another_sequence_axis():
 
 
 def test_a_mean_loss_is_refused_where_ranks_hold_unequal_numbers_of_tokens():
-    even = dataclasses.replace(LM, loss="scalar", sp=2)
+    even = dataclasses.replace(LM, loss="scalar", cp=2)
     assert max(threads.run(2, lambda comm: deviation(even, 2, comm))) <= TOLERANCE
     uneven = dataclasses.replace(even, length=13)
     with pytest.raises(
@@ -107,7 +107,7 @@ def test_a_mean_loss_is_refused_where_ranks_hold_unequal_numbers_of_tokens():
 
 def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets():
     def body(comm):
-        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2), 2, comm)
+        step = build_step(dataclasses.replace(LM, loss="scalar", cp=2), 2, comm)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
         targets[0, 3] = -100  # on one rank only
@@ -119,7 +119,7 @@ def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets():
 
 def test_heads_that_cannot_be_split_are_refused():
     with pytest.raises(TaskError, match=r"ulysses = 4, 4 heads, 2 heads of keys and values.*try ulysses = 1 or 2"):
-        threads.run(4, lambda comm: deviation(dataclasses.replace(LM, sp=4, ulysses=4), 4, comm))
+        threads.run(4, lambda comm: deviation(dataclasses.replace(LM, cp=4, ulysses=4), 4, comm))
 
 
 def shifted(logits: Tensor, targets: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_different_batches_within_a_sequence_group_are_refused():
 
 def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_a_microbatch():
     def body(comm):
-        step = build_step(dataclasses.replace(LM, loss="scalar", sp=2, microbatches=2, ring="plain"), 2, comm)
+        step = build_step(dataclasses.replace(LM, loss="scalar", cp=2, microbatches=2, ring="plain"), 2, comm)
         inputs, targets = batches(LM)[0]
         step((inputs, targets))
         targets[0, 3] = targets[2, 13] = -100  # equally many on each rank, but not in each microbatch
@@ -226,7 +226,7 @@ def test_a_mean_loss_is_refused_when_ranks_ignore_unequal_numbers_of_targets_in_
 
 
 def build(comm, plan, loss, model=None, **options):
-    plan = dataclasses.replace(plan, dp=1, sp=comm.size)
+    plan = dataclasses.replace(plan, dp=1, cp=comm.size)
     return TrainStep(model or make("lm"), loss, optimizer(LM), plan=plan, communicator=comm, clip=None, **options)
 
 
@@ -249,9 +249,9 @@ def test_a_batch_whose_tokens_cannot_be_sharded_is_refused(kind):
 
 def test_local_steps_are_refused():
     def body(comm):
-        check_plan_on_ranks(nn.Linear(2, 2), Plan(sp=2, sync="local"), comm)
+        check_plan_on_ranks(nn.Linear(2, 2), Plan(cp=2, sync="local"), comm)
 
-    with pytest.raises(PlanError, match=r'sync = "local" with sp = 2'):
+    with pytest.raises(PlanError, match=r'sync = "local" with cp = 2'):
         threads.run(2, body)
 
 
@@ -298,7 +298,7 @@ def test_no_query_attends_to_padding(mask, length):
 def dropped(comm, plan, sizes):
     """The weights of a model with attention dropout, trained on batches with a sample range."""
     case = dataclasses.replace(LM, batch_sizes=sizes)
-    plan = dataclasses.replace(plan, dp=comm.size // plan.sp)
+    plan = dataclasses.replace(plan, dp=comm.size // plan.cp)
     step = TrainStep(
         bidirectional("keys", 0.5), loss_of(case), optimizer(case), plan=plan, communicator=comm, clip=None, seed=5
     )
@@ -312,10 +312,10 @@ def dropped(comm, plan, sizes):
 
 @pytest.mark.parametrize(
     ("size", "plan"),
-    [(4, Plan(sp=4)), (4, Plan(sp=2)), (2, Plan(sp=2, microbatches=2)), (2, Plan(sp=2, ulysses=2)), (3, Plan(sp=3))],
+    [(4, Plan(cp=4)), (4, Plan(cp=2)), (2, Plan(cp=2, microbatches=2)), (2, Plan(cp=2, ulysses=2)), (3, Plan(cp=3))],
 )
 def test_attention_dropout_does_not_depend_on_the_mesh(size, plan):
-    expected = threads.run(2, lambda comm: dropped(comm, Plan(sp=2), (4, 4, 4)))[0]
+    expected = threads.run(2, lambda comm: dropped(comm, Plan(cp=2), (4, 4, 4)))[0]
     for weights in threads.run(size, lambda comm: dropped(comm, plan, (4, 4, 4))):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
@@ -325,7 +325,7 @@ def test_data_ranks_without_sample_ranges_have_different_dropout_masks():
     (batch,) = batches(dataclasses.replace(LM, batch_sizes=(4,)))
 
     def body(comm):
-        plan = Plan(dp=comm.size // 2, sp=2)
+        plan = Plan(dp=comm.size // 2, cp=2)
         model = bidirectional("keys", 0.5)
         step = TrainStep(model, loss_of(LM), optimizer(LM), plan=plan, communicator=comm, clip=None, seed=5)
         step(batch)  # the same on both data ranks: with the same masks, their mean would be the gradient of one
@@ -404,13 +404,13 @@ LOSSLESS: dict[str, dict[str, Any]] = {  # codecs that drop nothing
     microbatches=st.integers(1, 2),
 )
 def test_a_lossless_codec_does_not_change_training(mesh, ring_layout, codec, **fields):
-    (dp, sp), (ring, ulysses) = mesh, ring_layout
-    layout = {"sp": sp, "ring": ring, "ulysses": ulysses if sp % ulysses == 0 else 1}
+    (dp, cp), (ring, ulysses) = mesh, ring_layout
+    layout = {"cp": cp, "ring": ring, "ulysses": ulysses if cp % ulysses == 0 else 1}
     case = dataclasses.replace(LM, **layout, **LOSSLESS[codec], **fields)
-    assert max(threads.run(dp * sp, lambda comm: deviation(case, dp * sp, comm))) <= TOLERANCE
+    assert max(threads.run(dp * cp, lambda comm: deviation(case, dp * cp, comm))) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("dp", "sp", "fields"), [
+@pytest.mark.parametrize(("dp", "cp", "fields"), [
     (2, 2, {"codec": "topk", "codec_density": 0.1}),
     (1, 4, {"codec": "int8"}),
     (2, 2, {"codec": "bf16", "zero": 2}),
@@ -419,15 +419,15 @@ def test_a_lossless_codec_does_not_change_training(mesh, ring_layout, codec, **f
     (1, 4, {"precision": "fp16", "zero": 1, "clip": 1.0}),
     (2, 2, {"precision": "bf16", "zero": 3, "update": "in_forward"}),
 ])  # fmt: skip
-def test_lossy_codecs_train_nearly_the_same_and_equally_on_all_ranks(dp, sp, fields):
-    case = dataclasses.replace(LM, sp=sp, batch_sizes=(4,) * 4, **fields)
+def test_lossy_codecs_train_nearly_the_same_and_equally_on_all_ranks(dp, cp, fields):
+    case = dataclasses.replace(LM, cp=cp, batch_sizes=(4,) * 4, **fields)
 
     def body(comm):
         module, how = make("lm").float(), optimizer(case, foreach=True)
-        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * sp), communicator=comm, clip=case.clip)
+        step = TrainStep(module, loss_of(case), how, plan=case.plan(dp * cp), communicator=comm, clip=case.clip)
         return train_step(case, step)
 
-    first, *others = threads.run(dp * sp, body, hosts=dp)
+    first, *others = threads.run(dp * cp, body, hosts=dp)
     expected = train_oracle(dataclasses.replace(LM, batch_sizes=case.batch_sizes, clip=case.clip))
     assert first.losses == pytest.approx(expected.losses, rel=2e-2)
     for other in others:

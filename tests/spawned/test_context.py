@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis on real processes: messages over gloo, and shared memory."""
+"""Laws of attention over the context axis on real processes: messages over gloo, and shared memory."""
 
 import pytest
 

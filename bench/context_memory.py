@@ -1,6 +1,6 @@
 """Sequence memory: the largest batch and the longest sequence that BERT-base trains with on 16 GB devices.
 
-    python -m bench.sequence_memory
+    python -m bench.context_memory
 
 fake rank  a process that runs as one rank, with tensors that have sizes but no memory (`step/peak_memory.py`)
 few hops   with the first hops of a ring only: the others hold no more, and take time
@@ -9,7 +9,7 @@ not. The search extrapolates from 2 and 3 layers, because the peak is linear in 
 is counted again with every hop.
 
 float32, Adam, dropout 0.1, a loss on every position, no recomputation. TP is tensor parallelism over heads and inner
-sizes as in Megatron, with gradients made anew in each step. Sequence ranks hold what Fourfold's ranks on GPUs hold:
+sizes as in Megatron, with gradients made anew in each step. Context ranks hold what Fourfold's ranks on GPUs hold:
 weights, gradient slots and states in buckets, for the whole run.
 """
 
@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import bert
 from bench.measurement import describe_machine, format_table
-from fourfold.axes.context.work.attention import sequence_attention
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
-from fourfold.axes.context.work.sequence_group import SequenceGroup
 from fourfold.axes.data.rules.buckets import make_buckets
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.axes.data.work.flat_params import flatten_params, param_specs
@@ -49,8 +49,8 @@ SAMPLE_LENGTH, BATCH = 512, 64  # the length at which batches are counted, the b
 LENGTH_STEP = 64
 MAX_GROWTH = 8
 TENSOR_SIZES = (1, 2, 4, 6, 12)  # 12 heads
-SEQUENCE_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
-SOME_TENSOR_SIZES, SOME_SEQUENCE_SIZES = (4, 12), (4, 12, 64)
+CONTEXT_SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
+SOME_TENSOR_SIZES, SOME_CONTEXT_SIZES = (4, 12), (4, 12, 64)
 WEIGHTS, GRADIENTS, STATES, INPUTS = "weights", "gradients", "optimizer states", "inputs"
 
 
@@ -93,17 +93,17 @@ def adam(model: nn.Module) -> StepMemory:
     return StepMemory({STATES: [torch.empty_like(p) for p in model.parameters() for _ in range(2)]})
 
 
-def sequence_parallel(
+def context_parallel(
     size: int, ring: str, *, zero: int = 0, losses: bert.Losses = bert.losses, few_hops: bool = False
 ) -> Layout:
-    """A rank of Fourfold's sequence axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
+    """A rank of Fourfold's context axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
-    axis = SequenceGroup(
+    axis = ContextGroup(
         (TruncatedRing if few_hops else RingOverP2P)(FakeChannel(size)), NullRingGroup(CommMeter()), ring
     )
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
-        return sequence_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
+        return context_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
 
     reach = ring_attention if size > 1 else bert.math_attention
     return Layout(size, functools.partial(bert.Bert, attend=reach), rest, losses, size)
@@ -238,22 +238,22 @@ TENSOR_ROWS = [
     ),
 ]
 SEQUENCE_ROWS = [
-    Row(ORIGINAL, SEQUENCE_SIZES, lambda size: sequence_parallel(size, "rsa", few_hops=True)),
-    Row(MERGED, SEQUENCE_SIZES, lambda size: sequence_parallel(size, "plain", few_hops=True)),
+    Row(ORIGINAL, CONTEXT_SIZES, lambda size: context_parallel(size, "rsa", few_hops=True)),
+    Row(MERGED, CONTEXT_SIZES, lambda size: context_parallel(size, "plain", few_hops=True)),
     Row(
         "plain, in-place loss",
-        SOME_SEQUENCE_SIZES,
-        lambda size: sequence_parallel(size, "plain", losses=bert.in_place_losses, few_hops=True),
+        SOME_CONTEXT_SIZES,
+        lambda size: context_parallel(size, "plain", losses=bert.in_place_losses, few_hops=True),
     ),
     *(
         Row(
             f"plain, zero {zero}",
-            SOME_SEQUENCE_SIZES,
-            lambda size, zero=zero: sequence_parallel(size, "plain", zero=zero, few_hops=True),
+            SOME_CONTEXT_SIZES,
+            lambda size, zero=zero: context_parallel(size, "plain", zero=zero, few_hops=True),
         )
         for zero in (1, 2)
     ),
-    Row("rsa, zero 2", SOME_SEQUENCE_SIZES, lambda size: sequence_parallel(size, "rsa", zero=2, few_hops=True)),
+    Row("rsa, zero 2", SOME_CONTEXT_SIZES, lambda size: context_parallel(size, "rsa", zero=2, few_hops=True)),
 ]
 Found = dict[str, dict[int, int]]
 
@@ -269,7 +269,7 @@ def measure_rows(rows: Sequence[Row], question: Question) -> Found:
 
 
 def ratios(tensors: Found, sequences: Found) -> list[list[str]]:
-    """What 64 sequence ranks reach compared with 12 tensor ranks, and with equal numbers of ranks."""
+    """What 64 context ranks reach compared with 12 tensor ranks, and with equal numbers of ranks."""
     lines = [["", "64 : 12", *(f"{size} : {size}" for size in TENSOR_SIZES if size > 1)]]
     for name, sequence in sequences.items():
         for tensor_name, tensor in tensors.items():
@@ -291,9 +291,9 @@ def format_results(heading: str, found: Found, sizes: Sequence[int]) -> str:
 def verify_result(question: Question, found: int) -> str:
     """Count the headline's result again with every hop of every layer. Raises AssertionError if it needs more."""
     at = question.at(found // question.unit)
-    few = peak_bytes(sequence_parallel(64, "plain", few_hops=True), **at)
+    few = peak_bytes(context_parallel(64, "plain", few_hops=True), **at)
     with FakeTensorMode():
-        every = peak_memory(sequence_parallel(64, "plain"), bert.Shape(), **at).peak_bytes
+        every = peak_memory(context_parallel(64, "plain"), bert.Shape(), **at).peak_bytes
     assert few == every <= USABLE_BYTES, (few, every)
     return f"64 ranks, {found}, every hop of every layer, fake tensors: {every / 1e9:.3f} GB"
 
@@ -307,7 +307,7 @@ def main() -> None:
         begin = time.monotonic()
         tensors, sequences = measure_rows(TENSOR_ROWS, question), measure_rows(SEQUENCE_ROWS, question)
         print(f"\n{question.title}; tensor parallelism, by ranks\n{format_results('TP', tensors, TENSOR_SIZES)}")
-        print(f"\n{question.title}; sequence axis, by ranks\n{format_results('sp', sequences, SEQUENCE_SIZES)}")
+        print(f"\n{question.title}; context axis, by ranks\n{format_results('cp', sequences, CONTEXT_SIZES)}")
         print(f"\nratios\n{format_table(ratios(tensors, sequences))}")
         print(f"\n{verify_result(question, sequences[MERGED][64])}, {time.monotonic() - begin:.0f} s\n", flush=True)
 

@@ -1,11 +1,11 @@
-"""Laws of `fourfold show` for the sequence axis: it reports what attention does."""
+"""Laws of `fourfold show` for the context axis: it reports what attention does."""
 
 import pytest
 import torch
 
 from fourfold.axes.context.show import saved_bytes, sent_bytes, trace_model
-from fourfold.axes.context.work.attention import sequence_attention
-from fourfold.axes.context.work.sequence_group import SequenceGroup
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.cli import run_commands
 from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
@@ -21,9 +21,9 @@ TASK = lm.task(length=96, heads=4, kv_heads=2, layers=3, width=64, batch_size=6)
 @pytest.mark.parametrize(
     "plan",
     [
-        *(Plan(sp=4, ring=ring) for ring in ("zigzag", "plain", "rsa", "gather")),
-        Plan(sp=4, ulysses=2),
-        Plan(dp=2, sp=2, ulysses=2),
+        *(Plan(cp=4, ring=ring) for ring in ("zigzag", "plain", "rsa", "gather")),
+        Plan(cp=4, ulysses=2),
+        Plan(dp=2, cp=2, ulysses=2),
     ],
     ids=str,
 )
@@ -31,12 +31,12 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
     seen = trace_model(TASK, build_meta_model(TASK))
     (form,) = seen.attention_calls
     samples = (TASK.batch_size or 0) // plan.dp
-    around, heads = FakeChannel(plan.sp // plan.ulysses), FakeChannel(plan.ulysses)
-    axis = SequenceGroup(
+    around, heads = FakeChannel(plan.cp // plan.ulysses), FakeChannel(plan.ulysses)
+    axis = ContextGroup(
         RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(around.meter), plan.ring
     )
     q, k, v = (
-        torch.randn(samples, num, seen.length // plan.sp, form.head_size, requires_grad=True)
+        torch.randn(samples, num, seen.length // plan.cp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)
     )
     saved: dict[int, int] = {}
@@ -47,7 +47,7 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
-        out = sequence_attention(q, k, v, axis, is_causal=True, enable_gqa=True)
+        out = context_attention(q, k, v, axis, is_causal=True, enable_gqa=True)
     if plan.ring != "rsa":
         assert saved_bytes(plan, seen, samples, seen.length) == 3 * sum(saved.values())
     out.sum().backward()
@@ -55,7 +55,7 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
 
 
 def test_every_token_has_one_rank_and_padding_is_reported() -> None:
-    text = show(Plan(sp=4), lm.task(length=100))
+    text = show(Plan(cp=4), lm.task(length=100))
     assert "samples of 100 tokens, padded to 104, 26 a rank" in text
     rows = [
         line.split(maxsplit=2)[2] for line in text.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))
@@ -70,9 +70,9 @@ def _spans(row: str) -> list[list[str]]:
 
 def test_a_task_without_positions_is_refused() -> None:
     with pytest.raises(PlanError, match="positions"):
-        show(Plan(sp=2), digits.task())
+        show(Plan(cp=2), digits.task())
 
 
 def test_show_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_commands.show(["lm", "sp=2"]) == 0
-    assert "pp 1 × dp 1 × sp 2 × tp 1 = 2 ranks" in capsys.readouterr().out
+    assert run_commands.show(["lm", "cp=2"]) == 0
+    assert "pp 1 × dp 1 × cp 2 × tp 1 = 2 ranks" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Laws of attention over the sequence axis; ranks are threads, which use messages or shared memory."""
+"""Laws of attention over the context axis; ranks are threads, which use messages or shared memory."""
 
 import itertools
 import threading
@@ -10,7 +10,7 @@ import torch
 from fourfold.axes.context.rules.layout import (
     RINGS,
     AttentionSize,
-    SequenceSpec,
+    ContextSpec,
     attention_sent_elements,
     scores_per_index,
 )
@@ -181,7 +181,7 @@ def test_every_rank_computes_as_many_scores_as_planned_and_zigzag_balances_them(
             )
 
         threads.run(4, body)
-        assert done == [2 * scores for scores in scores_per_index(SequenceSpec(4, ring), case.length, causal=True)]
+        assert done == [2 * scores for scores in scores_per_index(ContextSpec(4, ring), case.length, causal=True)]
         slowest[ring] = max(done)
     assert slowest["zigzag"] == slowest["gather"]
     # 1.75 for long sequences; a sequence of 16 has a thick diagonal.

@@ -1,6 +1,6 @@
-"""The sequence axis: attention around a ring, by all-gather, by exchanging heads (Ulysses), and in one process.
+"""The context axis: attention around a ring, by all-gather, by exchanging heads (Ulysses), and in one process.
 
-    python -m bench.sequence [--lengths 1024 4096 16384] [--turns 3] [--ranks 2] [--bidirectional]
+    python -m bench.context [--lengths 1024 4096 16384] [--turns 3] [--ranks 2] [--bidirectional]
 
 Forward and backward of one layer, float32, one thread per rank. The layouts take turns in one run; a ratio is taken
 inside each turn, then the median over turns. "processor" is the CPU time of the slowest rank, which other load hardly
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from bench.context_worker import ALONE
 from bench.measurement import describe_machine, format_table
 from bench.process_world import World
-from bench.sequence_worker import ALONE
 
 LAYOUTS = ("zigzag shared", "plain shared", "gather shared", "ulysses shared", "zigzag gloo", "gather gloo", ALONE)
 BASE_LAYOUT = "gather shared"
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(describe_machine())
     titles = ["length", "layout", "ms", "/ gather", "/ one process", "processor, ms", "waited, ms", "hidden"]
     with World(
-        "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.sequence_worker"
+        "sequence", "-", num_ranks=setting.ranks, limit_seconds=setting.limit, module="bench.context_worker"
     ) as world:
         for length in setting.lengths:
             job = {

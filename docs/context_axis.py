@@ -1,4 +1,4 @@
-"""Draws docs/sequence-axis.svg: python docs/sequence_axis.py
+"""Draws docs/context-axis.svg: python docs/context_axis.py
 
 Law: token ranges, tiles and work come from `fourfold.axes.context.rules.layout`; nothing is drawn by hand.
 """
@@ -6,7 +6,7 @@ Law: token ranges, tiles and work come from `fourfold.axes.context.rules.layout`
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold.axes.context.rules.layout import SequenceSpec, Tile, TokenRanges, scores_per_index, tiles
+from fourfold.axes.context.rules.layout import ContextSpec, Tile, TokenRanges, scores_per_index, tiles
 
 RANKS, CHUNKS, CELL = 4, 8, 20
 WIDTH, HEIGHT = 960, 396
@@ -34,7 +34,7 @@ def draw() -> str:
 
 def _order(ring: str, x: int) -> Iterator[str]:
     """Causal scores, queries by keys, in the colour of the rank that computes them; below, the work of each rank."""
-    ranges = SequenceSpec(RANKS, ring).token_ranges(CHUNKS)
+    ranges = ContextSpec(RANKS, ring).token_ranges(CHUNKS)
     owner = {token: rank for rank, parts in enumerate(ranges) for part in parts for token in range(*part)}
     left = x + 36
     yield _text(left, 34, "h", f"{ring} order")
@@ -52,7 +52,7 @@ def _order(ring: str, x: int) -> Iterator[str]:
             elif key == token:
                 yield _half(*corner, CELL - 1, f"c{owner[token]}")
     # A long sequence, where a block on the diagonal is half the work of a full one.
-    num_scores = scores_per_index(SequenceSpec(RANKS, ring), CHUNKS * 1024, causal=True)
+    num_scores = scores_per_index(ContextSpec(RANKS, ring), CHUNKS * 1024, causal=True)
     mean = sum(num_scores) / RANKS
     for rank, scores in enumerate(num_scores):
         y = TOP + CHUNKS * CELL + 24 + 18 * rank
@@ -64,7 +64,7 @@ def _order(ring: str, x: int) -> Iterator[str]:
 
 def _travel(x: int) -> Iterator[str]:
     """The keys and values that a rank holds after each hop, and the half of the scores that it computes with them."""
-    ranges = SequenceSpec(RANKS).token_ranges(CHUNKS)
+    ranges = ContextSpec(RANKS).token_ranges(CHUNKS)
     yield _text(x, 34, "h", "K and V travel, zigzag order")
     for hop in range(RANKS):
         yield _text(x + 76 + hop * HOP + GLYPH // 2, 58, "s m", f"hop {hop}" if hop else "own")
@@ -124,4 +124,4 @@ def _arrow(x1: int, y1: int, x2: int, y2: int) -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("sequence-axis.svg").write_text(draw())
+    Path(__file__).with_name("context-axis.svg").write_text(draw())

@@ -1,13 +1,13 @@
-"""Sequence groups: the ranks that hold the tokens of the same sequences.
+"""Context groups: the ranks that hold the tokens of the same sequences.
 
-sp_size = ring size × ulysses. The `ulysses` neighbours first exchange tokens for heads; then keys and values go round
+cp_size = ring size × ulysses. The `ulysses` neighbours first exchange tokens for heads; then keys and values go round
 the ring. `axes/context/rules/layout.py` says which tokens each rank keeps.
 Law: the index on the axis is ring index · ulysses + ulysses index.
 """
 
 from dataclasses import dataclass
 
-from fourfold.axes.context.rules.layout import SequenceSpec, TokenRanges, ulysses_problem
+from fourfold.axes.context.rules.layout import ContextSpec, TokenRanges, ulysses_problem
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import RingGroup, make_ring
@@ -15,7 +15,7 @@ from fourfold.words.errors import PlanError
 
 
 @dataclass(frozen=True)
-class SequenceGroup:
+class ContextGroup:
     """The ranks that hold one sequence, seen from one of them. `ring` is one of `plan.sequence.RINGS`."""
 
     ring_group: RingGroup
@@ -41,19 +41,19 @@ class SequenceGroup:
         return self.ring_group, self.ulysses_group
 
     @property
-    def spec(self) -> SequenceSpec:
+    def spec(self) -> ContextSpec:
         """Which tokens each index holds."""
-        return SequenceSpec(self.size, self.ring, self.ulysses)
+        return ContextSpec(self.size, self.ring, self.ulysses)
 
     def local_token_ranges(self, length: int) -> TokenRanges:
         """The ranges of a sequence of this length that this rank keeps, in local order. Raises PlanError."""
         return self.spec.token_ranges(length)[self.index]
 
 
-def connect_sequence(
+def connect_context(
     comm: Communicator, meter: CommMeter, *, ring: str = "zigzag", ulysses: int = 1, transport: str = "by-host"
-) -> SequenceGroup:
-    """This rank's sequence group. Collective among the ranks of `comm`: those of one sequence (`world.along("sp")`).
+) -> ContextGroup:
+    """This rank's context group. Collective among the ranks of `comm`: those of one sequence (`world.along("cp")`).
 
     `transport` is the plan's. Raises PlanError.
     """
@@ -62,4 +62,4 @@ def connect_sequence(
     ranks = range(comm.size)
     ring_group = make_ring(comm, [ranks[first::ulysses] for first in range(ulysses)], "ring", meter, choice=transport)
     neighbours = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
-    return SequenceGroup(ring_group, make_ring(comm, neighbours, "heads", meter, choice=transport), ring)
+    return ContextGroup(ring_group, make_ring(comm, neighbours, "heads", meter, choice=transport), ring)

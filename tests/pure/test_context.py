@@ -1,4 +1,4 @@
-"""Laws of the sequence axis: tokens, tiles, work and sent elements."""
+"""Laws of the context axis: tokens, tiles, work and sent elements."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fourfold.axes.context.rules.layout import (
     RINGS,
     AttentionSize,
-    SequenceSpec,
+    ContextSpec,
     attention_sent_elements,
     heads_problem,
     scores_per_index,
@@ -23,7 +23,7 @@ def layouts(draw):
     """A legal (length, spec)."""
     size = draw(st.integers(1, 12))
     ulysses = draw(st.sampled_from([u for u in range(1, size + 1) if size % u == 0]))
-    spec = SequenceSpec(size, draw(st.sampled_from(RINGS)), ulysses)
+    spec = ContextSpec(size, draw(st.sampled_from(RINGS)), ulysses)
     return draw(st.integers(1, 5)) * spec.length_divisor, spec
 
 
@@ -70,14 +70,14 @@ def test_tiles_cover_every_score_once_and_nothing_that_is_masked_out(layout, cau
 @pytest.mark.parametrize(("size", "ratio"), [(2, 1.5), (4, 1.75), (8, 1.875)])
 def test_zigzag_halves_the_work_of_the_slowest_rank_of_a_causal_ring(size, ratio):
     length = size * 4096
-    plain, zigzag = (scores_per_index(SequenceSpec(size, ring), length, causal=True) for ring in ("plain", "zigzag"))
+    plain, zigzag = (scores_per_index(ContextSpec(size, ring), length, causal=True) for ring in ("plain", "zigzag"))
     assert sum(plain) == sum(zigzag) == length * (length + 1) // 2
     assert max(plain) / max(zigzag) == pytest.approx(ratio, rel=1e-3)
     assert max(zigzag) == min(zigzag)
 
 
 def test_every_hop_of_a_zigzag_ring_costs_about_the_same():
-    ring_ranges = SequenceSpec(4).ring_ranges(64)
+    ring_ranges = ContextSpec(4).ring_ranges(64)
     for query_positions in ring_ranges:
         hops = [sum(tile.num_scores for tile in tiles(query_positions, keys, causal=True)) for keys in ring_ranges]
         assert sorted(set(hops)) == [128, 136]  # half of 16 · 16; a rank's own block has the diagonal too
@@ -108,11 +108,11 @@ def test_an_indivisible_length_is_refused_and_valid_lengths_suggested(layout, le
 
 
 def test_the_plain_ring_is_suggested_if_the_length_allows_it():
-    problem = SequenceSpec(16).length_problem(6000)
+    problem = ContextSpec(16).length_problem(6000)
     assert problem is not None
     assert problem.need == "a length divisible by 32 (zigzag)"
     assert problem.attempt == 'length 5984 or 6016, or ring = "plain"'
-    assert 'ring = "plain"' not in SequenceSpec(16).length_problem(6001).attempt  # type: ignore[union-attr]
+    assert 'ring = "plain"' not in ContextSpec(16).length_problem(6001).attempt  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "works"), [(12, 12, "1 or 2 or 3 or 4 or 6 or 12"), (32, 8, "1 or 2")])
@@ -124,7 +124,7 @@ def test_indivisible_heads_are_refused_and_valid_ulysses_sizes_suggested(heads, 
     assert heads_problem(32, 8, 16) is not None
 
 
-def test_ulysses_must_divide_sp():
-    with pytest.raises(PlanError, match=r"ulysses = 2, sp = 1 .*need ulysses to divide sp .*try ulysses = 1"):
+def test_ulysses_must_divide_cp():
+    with pytest.raises(PlanError, match=r"ulysses = 2, cp = 1 .*need ulysses to divide cp .*try ulysses = 1"):
         Plan(ulysses=2)
     assert Plan(ring="rsa").ring == "rsa"

@@ -1,9 +1,9 @@
-"""One rank of the sequence axis under measurement: attention, forward and backward, in the layout of each job.
+"""One rank of the context axis under measurement: attention, forward and backward, in the layout of each job.
 
 layout  ring and transport: "zigzag shared", "gather gloo"; or "alone", rank 0 with the full sequence
 Law: ranks begin together. All layouts compute the same, so their sums are compared.
 
-    python -m bench.sequence_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
+    python -m bench.context_worker CONFIGURATION CASE LIMIT RENDEZVOUS      (RANK and WORLD_SIZE in the environment)
 """
 
 import json
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.axes.context.rules.layout import token_positions
-from fourfold.axes.context.work.attention import sequence_attention
-from fourfold.axes.context.work.sequence_group import SequenceGroup, connect_sequence
+from fourfold.axes.context.work.attention import context_attention
+from fourfold.axes.context.work.context_group import ContextGroup, connect_context
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import NullRingGroup, RingGroup
@@ -29,21 +29,21 @@ ALONE = "alone"
 
 
 class Axes:
-    """All sequence groups of this rank, made when first used."""
+    """All context groups of this rank, made when first used."""
 
     def __init__(self) -> None:
         self._comm, self._axes, self.meter = init.init_communicator(), {}, CommMeter()
 
-    def axis(self, layout: str) -> SequenceGroup:
+    def axis(self, layout: str) -> ContextGroup:
         if layout not in self._axes:
             ring, choice = layout.split()
             ulysses = self._comm.size if ring == "ulysses" else 1
             ring = "plain" if ring == "ulysses" else ring
-            self._axes[layout] = connect_sequence(self._comm, self.meter, ring=ring, ulysses=ulysses, transport=choice)
+            self._axes[layout] = connect_context(self._comm, self.meter, ring=ring, ulysses=ulysses, transport=choice)
         return self._axes[layout]
 
-    def single_rank(self) -> SequenceGroup:
-        return SequenceGroup(NullRingGroup(self.meter), NullRingGroup(self.meter))
+    def single_rank(self) -> ContextGroup:
+        return ContextGroup(NullRingGroup(self.meter), NullRingGroup(self.meter))
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
@@ -67,7 +67,7 @@ def measure_attention(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
     waited, begin, used = axes.meter.waiting_seconds, time.perf_counter(), time.thread_time()
     seconds = 0.0
     if is_sequence_split or rank == 0:
-        out = sequence_attention(q, k, v, axis, is_causal=job["causal"])
+        out = context_attention(q, k, v, axis, is_causal=job["causal"])
         out.backward(grad_out)
         seconds = time.perf_counter() - begin
         used = time.thread_time() - used

@@ -1,4 +1,4 @@
-"""Laws of the sequence axis's dry run: it refuses a model that cannot be sharded by tokens, and names the module."""
+"""Laws of the context axis's dry run: it refuses a model that cannot be sharded by tokens, and names the module."""
 
 import functools
 import re
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.axes.context.attach.dry_run import SequenceDryRun
+from fourfold.axes.context.attach.dry_run import ContextDryRun
 from fourfold.axes.context.attach.token_shards import token_shards
-from fourfold.axes.context.rules.layout import SequenceSpec
+from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
 from fourfold.step.model_checks import model_problems
@@ -108,10 +108,10 @@ class TorchAttention(nn.Module):
         return x + self.attention(x, x, x, **self.options)[0]
 
 
-def problems(model: nn.Module, *, sp: int = 2, index: int = 1, ring: str = "zigzag") -> list:
+def problems(model: nn.Module, *, cp: int = 2, index: int = 1, ring: str = "zigzag") -> list:
     torch.manual_seed(0)
     inputs = {"tokens": torch.randint(0, 50, (2, LENGTH)), "positions": torch.arange(LENGTH).expand(2, LENGTH)}
-    return SequenceDryRun(model, inputs, token_shards(SequenceSpec(sp, ring), LENGTH)[index]).run().problems
+    return ContextDryRun(model, inputs, token_shards(ContextSpec(cp, ring), LENGTH)[index]).run().problems
 
 
 PASSING = {
@@ -122,20 +122,20 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("ring", ["zigzag", "plain"])
 @pytest.mark.parametrize("kind", PASSING)
-def test_a_model_whose_tokens_interact_only_in_attention_passes(kind, ring, sp):
+def test_a_model_whose_tokens_interact_only_in_attention_passes(kind, ring, cp):
     torch.manual_seed(1)
-    for index in range(sp):
-        assert problems(Body(PASSING[kind]()), sp=sp, index=index, ring=ring) == []
+    for index in range(cp):
+        assert problems(Body(PASSING[kind]()), cp=cp, index=index, ring=ring) == []
 
 
 def test_the_built_in_model_passes():
     model = built_in("lm")
     inputs, _ = batches(Case(model="lm", batch_sizes=(2,)))[0]
     for index in range(4):
-        result = SequenceDryRun(model, inputs, token_shards(SequenceSpec(4), 16)[index]).run()
+        result = ContextDryRun(model, inputs, token_shards(ContextSpec(4), 16)[index]).run()
         assert (result.problems, result.num_calls) == ([], 2)
 
 
@@ -275,7 +275,7 @@ def test_the_second_forward_of_a_checkpoint_is_intercepted(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("fields", [{"sp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
+@pytest.mark.parametrize("fields", [{"cp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}, {"update": "in_forward"}])
 def test_compiled_code_is_refused_where_it_hides_calls(fields):
     body = Body(Attention())
     assert not model_problems(body, Plan(**fields))
