@@ -63,5 +63,5 @@ def main(samples: int, num_steps: int, transport: str) -> None:
 
 
 if __name__ == "__main__":
-    samples, num_steps, transport = [*sys.argv[1:], *("32", "20", "by-host")[len(sys.argv) - 1 :]]
+    samples, num_steps, transport = [*sys.argv[1:], *("32", "20", "auto")[len(sys.argv) - 1 :]]
     main(int(samples), int(num_steps), transport)

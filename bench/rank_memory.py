@@ -31,7 +31,7 @@ PLANS: tuple[Mapping[str, Any], ...] = (
     {"recompute": "full"},
     {"precision": "bf16", "recompute": "selective"},
     {"tp": 2},
-    {"tp": 2, "residual": "split", "recompute": "full"},
+    {"tp": 2, "sequence_parallel": True, "recompute": "full"},
     {"cp": 4},
     {"cp": 4, "ulysses": 2},
     {"pp": 2, "schedule": "gpipe", **FOUR},

@@ -55,10 +55,10 @@ PLAN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "states"),
     "precision": ("keep", "bf16", "fp16"),
     "reduce_dtype": ("keep", "fp32", "bf16"),
-    "batch_norm": ("refuse", "local"),
-    "unused": ("refuse", "allow"),
+    "batch_norm": ("error", "local"),
+    "unused": ("error", "allow"),
     "bucket_bytes": (1500, 6000, 4194304),
-    "transport": ("gloo", "by-host", "shared"),
+    "transport": ("gloo", "auto", "shared"),
 }
 OPTIONS = TASK_OPTIONS | PLAN_OPTIONS
 START: Case = {name: options[0] for name, options in OPTIONS.items()}
@@ -106,10 +106,10 @@ def _fields_are_read(case: Case) -> bool:
 def _model(case: Case) -> bool:
     if case["cp"] > 1 and case["model"] != "attention":
         return False
-    if case["model"] == "spare" and case["unused"] == "refuse":
+    if case["model"] == "spare" and case["unused"] == "error":
         return False
     is_batch_split = case["ranks"] * case["microbatches"] > 1
-    return not (case["model"] == "norm" and is_batch_split and case["batch_norm"] == "refuse")
+    return not (case["model"] == "norm" and is_batch_split and case["batch_norm"] == "error")
 
 
 def _api(case: Case) -> bool:
@@ -143,7 +143,7 @@ def _numbers(case: Case) -> bool:
         return True
     if case["zero"] == 3 or case["precision"] == "fp16":
         return False
-    return case["unused"] == "refuse" or case["codec"] in ("bf16", "fp16")
+    return case["unused"] == "error" or case["codec"] in ("bf16", "fp16")
 
 
 def pairs(case: Case) -> frozenset[Pair]:

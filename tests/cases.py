@@ -32,8 +32,8 @@ class Case:
     microbatches: int = 1
     clip: float | None = None
     bucket_bytes: int = 4000
-    unused: str = "refuse"
-    transport: str = "by-host"
+    unused: str = "error"
+    transport: str = "auto"
     zero: int = 0
     shard: int | None = None
     update: str = "after"

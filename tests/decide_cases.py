@@ -100,7 +100,7 @@ class FakePricing:
     def _axes(self, plan: Plan) -> tuple[float, float]:
         """Collectives of tensor and context ranks on one block, for one microbatch."""
         samples, rates = self._samples(plan), self.rates
-        tensor = rates.tensor * samples * (plan.tp > 1) * (0.9 if plan.residual == "split" else 1.0)
+        tensor = rates.tensor * samples * (plan.tp > 1) * (0.9 if plan.sequence_parallel else 1.0)
         dims = self.model.dims
         tensor *= sum(1 + dims.index(name) for name in self._split_dims(plan)) / len(dims) if dims else 1.0
         ring = plan.cp // plan.ulysses
@@ -226,7 +226,7 @@ class FakePricing:
             weights=weights / (shards if plan.zero == 3 else 1),
             gradients=gradients * (0.3 if plan.update == "in_backward" else 1.0),
             states=2 * weights / (shards if plan.zero >= 1 else 1),
-            activations=alive * saved * (0.95 if plan.residual == "split" else 1.0),
+            activations=alive * saved * (0.95 if plan.sequence_parallel else 1.0),
             buffers=0.5 * (plan.zero == 3),
             temporaries=0.1,
             reserve=0.0,

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     size: int
     hosts: int = 1
-    transport: str = "by-host"
+    transport: str = "auto"
 
     @property
     def kind(self) -> str:
@@ -137,8 +137,8 @@ MEANINGLESS: dict[str, Callable[[Case, Place], bool]] = {
     "local SGD that ends between two averages": lambda case, _: (
         case.sync == "local" and len(case.batch_sizes) % case.local_steps > 0
     ),
-    'unused parameters, which unused = "refuse" refuses in the step': lambda case, _: (
-        case.model == "unused" and case.unused == "refuse"
+    'unused parameters, which unused = "error" refuses in the step': lambda case, _: (
+        case.model == "unused" and case.unused == "error"
     ),
     "a mean over unequal shards of a sequence": lambda case, _: (
         case.loss == "scalar" and case.cp > 1 and case.length != LENGTH
@@ -268,7 +268,7 @@ NEVER: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("model", ("digits",), "loss", _all_but("loss", "values")),
     ("model", _all_but("model", "lm"), "length", (ODD_LENGTH,)),
     ("model", _all_but("model", "lm"), "sequence", _SPLIT),
-    ("model", ("unused",), "unused", ("refuse",)),
+    ("model", ("unused",), "unused", ("error",)),
     ("model", ("unused", "complex"), "codec", _CODECS),
     ("model", ("unused",), "sync", _LOCAL_SGD),
     ("model", _all_but("model", "mlp", "tied", "frozen"), "dtypes", _LOW_PRECISION),
@@ -329,7 +329,7 @@ def train(case: Case, place: Place) -> list[TrainingResult]:
 
 def expected(case: Case, place: Place) -> TrainingResult:
     """The result of one process. Of the plan it gets only the fields that change the result."""
-    changes = {"update": "after", "unused": "refuse", "offload": "none", "shard": None, "transport": "by-host"}
+    changes = {"update": "after", "unused": "error", "offload": "none", "shard": None, "transport": "auto"}
     changes |= {"cp": 1, "tp": 1, "ulysses": 1, "ring": "zigzag"}
     if case.sync == "local":
         return _local_sgd(dataclasses.replace(case, **changes, microbatches=1), place.size // case.tp)

@@ -20,7 +20,7 @@ OPTIMIZER_OPTIONS = {"foreach": True}
 LAYER_WISE = ("LARS", "LAMB")  # these have no such kernels
 # Threads on one host share weights; only over gloo are weights sharded.
 ZERO_FIELDS: dict[int, dict[str, Any]] = {
-    zero: {"zero": zero, "transport": "gloo" if zero == 3 else "by-host"} for zero in range(4)
+    zero: {"zero": zero, "transport": "gloo" if zero == 3 else "auto"} for zero in range(4)
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

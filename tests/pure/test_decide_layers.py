@@ -18,8 +18,9 @@ MODEL = Model(
     ((1.0, 4.0, 1.0), (8.0, 1.0, 1.0), (1.0, 4.0, 1.0), (2.0, 8.0, 1.0), (1.0, 1.0, 1.0)), dims=("heads", "mlp")
 )
 DIMS = dict.fromkeys(MODEL.dims, True)
-PINNED = {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "zero": 0, "recompute": "none", "microbatches": 4, "residual": "whole"}
-PINNED |= {"update": "after", "schedule": "1f1b", "interleave": 1, "max_in_flight": None, "shard": None}
+PINNED = {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "zero": 0, "recompute": "none", "microbatches": 4}
+PINNED |= {"sequence_parallel": False, "update": "after", "schedule": "1f1b", "interleave": 1}
+PINNED |= {"max_in_flight": None, "shard": None}
 
 
 def chain_of(pricing: FakePricing, ask: Ask, limit: float = math.inf) -> Chain:

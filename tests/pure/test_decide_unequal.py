@@ -32,7 +32,7 @@ def cluster_of(speeds: tuple[float, ...], devices_per_host: int = 2) -> Cluster:
 @given(SPEEDS)
 def test_stages_and_hosts_are_the_best_of_all_divisions_and_orders(speeds):
     cluster = cluster_of(speeds)
-    decision = decide(Ask(**PIPELINE, residual="whole"), SOURCE, PRICES, cluster, error=0.0)
+    decision = decide(Ask(**PIPELINE, sequence_parallel=False), SOURCE, PRICES, cluster, error=0.0)
     topology = topology_of(cluster, 6)
     seconds = []
     for counts in itertools.product(range(1, 6), repeat=3):
@@ -72,14 +72,14 @@ def test_every_host_is_used_once_and_alike_ones_are_together(speeds, per_host, n
 @given(SPEEDS, st.integers(0, 2))
 def test_a_slower_host_never_gives_a_faster_answer(speeds, host):
     slower = tuple(speed / 2 if index == host else speed for index, speed in enumerate(speeds))
-    ask = Ask(recompute="none", update="after", zero=0, residual="whole")
+    ask = Ask(recompute="none", update="after", zero=0, sequence_parallel=False)
     before, after = (decide(ask, SOURCE, PRICES, cluster_of(each), error=0.0) for each in (speeds, slower))
     assert after.fastest.seconds >= before.fastest.seconds / (1 + before.bound + 1e-9)
 
 
 def test_a_slow_host_gets_fewer_blocks_and_data_ranks_wait_for_it():
     cluster = cluster_of((1.0, 0.25, 1.0))
-    decision = decide(Ask(**PIPELINE, residual="whole"), SOURCE, PRICES, cluster, error=0.0)
+    decision = decide(Ask(**PIPELINE, sequence_parallel=False), SOURCE, PRICES, cluster, error=0.0)
     place = decision.host_order.index(1)
     counts = [int(count) for count in decision.fastest.plan.stages.split(",")]
     assert counts[place] == min(counts)

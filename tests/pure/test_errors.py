@@ -81,4 +81,4 @@ def test_words_whose_values_are_others_here_are_answered_by_values_that_can_be_g
     values = [(key, value) for key, value in values if hasattr(Plan(), key) and value != "N"]
     for key, value in values:
         assert getattr(Plan(**{key: value}), key) == value
-    assert {key for key, _ in values} >= {"precision", "recompute", "zero", "batch_norm", "unused", "residual"}
+    assert {key for key, _ in values} >= {"precision", "recompute", "zero", "batch_norm", "unused"}

@@ -66,15 +66,15 @@ def test_table_1_has_these_models(layers, width, heads, billions):
     assert round(gpt.num_parameters / 1e9, 2) == billions
 
 
-@given(gpts(), st.sampled_from([1, 2, 4]), st.sampled_from(["whole", "split"]))
-def test_activations_are_those_of_korthikanti(gpt, t, residual):
-    plan = Plan(tp=t, residual=residual if t > 1 else "whole", precision="bf16")
+@given(gpts(), st.sampled_from([1, 2, 4]), st.booleans())
+def test_activations_are_those_of_korthikanti(gpt, t, splits):
+    plan = Plan(tp=t, sequence_parallel=splits and t > 1, precision="bf16")
     s, h, a = gpt.length, gpt.width, gpt.heads
     saved = gpt.facts(plan).blocks[0].saved_bytes
-    outside = 10 / t if plan.residual == "split" else 10
+    outside = 10 / t if plan.sequence_parallel else 10
     assert saved["none"] == pytest.approx(s * h * (outside + 24 / t + 5 * a * s / (h * t)))
     assert saved["selective"] == pytest.approx(s * h * (outside + 24 / t))
-    assert saved["full"] == pytest.approx(2 * s * h / (t if plan.residual == "split" else 1))
+    assert saved["full"] == pytest.approx(2 * s * h / (t if plan.sequence_parallel else 1))
     if t == 1:
         assert saved["none"] == pytest.approx(s * h * (34 + 5 * a * s / h))
 
@@ -157,8 +157,8 @@ def test_attention_sends_what_the_sequence_axis_says(gpt, sizes):
 
 @given(gpts(), st.sampled_from([2, 4]))
 def test_split_residuals_send_as_much_as_whole_ones_and_one_gather_more_in_backward(gpt, tp):
-    def sent(residual: str) -> float:
-        block = gpt.facts(Plan(tp=tp, residual=residual)).blocks[0]
+    def sent(*, splits: bool) -> float:
+        block = gpt.facts(Plan(tp=tp, sequence_parallel=splits)).blocks[0]
         return sum(
             (each.forward + each.backward)
             * collective_sent_bytes(each.change, whole_bytes=1, size=tp)
@@ -167,7 +167,7 @@ def test_split_residuals_send_as_much_as_whole_ones_and_one_gather_more_in_backw
         )
 
     gathered = 2 * (tp - 1) / tp * 4 * gpt.length * gpt.width
-    assert sent("split") == pytest.approx(sent("whole") + gathered)
+    assert sent(splits=True) == pytest.approx(sent(splits=False) + gathered)
 
 
 def test_tensor_ranks_send_eight_hidden_tensors_a_layer():
@@ -178,10 +178,10 @@ def test_tensor_ranks_send_eight_hidden_tensors_a_layer():
     assert sent == 2 * 8 * 64 * 64 * 3 / 4
 
 
-@pytest.mark.parametrize(("residual", "scatter", "part"), [("whole", True, 4), ("whole", False, 1), ("split", True, 4)])
-def test_a_boundary_is_sent_in_parts(residual, scatter, part):
+@pytest.mark.parametrize(("splits", "scatter", "part"), [(False, True, 4), (False, False, 1), (True, True, 4)])
+def test_a_boundary_is_sent_in_parts(splits, scatter, part):
     gpt = GptFacts(layers=2, width=64, heads=4, length=64, batch_size=1, scatter=scatter)
-    facts = gpt.facts(Plan(tp=4, residual=residual, precision="bf16"))
+    facts = gpt.facts(Plan(tp=4, sequence_parallel=splits, precision="bf16"))
     assert facts.boundary_bytes == 2 * 64 * 64 / part
 
 
@@ -217,7 +217,7 @@ def test_sizes_that_cannot_be_are_refused_all_at_once():
         ({"tp": 3}, "tp = 1 or 2 or 4"),
         ({"cp": 8, "ulysses": 8}, "ulysses = 1 or 2 or 4"),
         ({"cp": 3}, "length"),
-        ({"tp": 4, "cp": 32, "residual": "split"}, "tp to divide the tokens"),
+        ({"tp": 4, "cp": 32, "sequence_parallel": True}, "tp to divide the tokens"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(fields, text):

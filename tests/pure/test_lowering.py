@@ -65,9 +65,9 @@ def plans(draw, size: int) -> Plan:
         "offload": st.sampled_from(["none", "states"]),
         "precision": st.sampled_from(["keep", "bf16", "fp16"]),
         "reduce_dtype": st.sampled_from(["keep", "fp32", "bf16"]),
-        "unused": st.sampled_from(["refuse", "allow"]),
+        "unused": st.sampled_from(["error", "allow"]),
         "bucket_bytes": st.integers(1, 4000),
-        "transport": st.sampled_from(["by-host", "shared", "gloo", "nccl"]),
+        "transport": st.sampled_from(["auto", "shared", "gloo", "nccl"]),
     }
     try:
         return Plan(dp=size // cp, cp=cp, **{name: draw(values) for name, values in fields.items()})
@@ -171,13 +171,13 @@ def test_shared_memory_is_possible_or_the_reason_is_given(plan, topology, messag
     dp=st.integers(1, 16),
     zero=st.integers(0, 3),
     hosts=st.integers(1, 4),
-    transport=st.sampled_from(["by-host", "gloo"]),
+    transport=st.sampled_from(["auto", "gloo"]),
 )
 def test_weights_are_unsharded_before_use_only_if_no_host_has_them_all(dp, zero, hosts, transport):
     plan = Plan(dp=dp * hosts, zero=zero, transport=transport)
     topology = Topology.regular(hosts=hosts, ranks_per_host=dp)
     (group,) = lower(plan, [ParamSpec("p", (8,), "float32", 4)], topology, UpdateSpec()).groups
-    is_once_per_host = transport == "by-host" and hosts == 1
+    is_once_per_host = transport == "auto" and hosts == 1
     unshards = zero == 3 and plan.dp > 1 and not is_once_per_host
     assert (group.resting_layouts.weight == SPLIT) == unshards
     assert group.request.resting_layouts == RESTING_LAYOUTS[zero if plan.dp > 1 else 0]
@@ -189,7 +189,7 @@ def test_groups_of_different_hosts_have_programs_of_their_own():
     # Two tensor places: ranks 0 and 2 share a host, ranks 1 and 3 do not. Plans with tp > 1 are not built yet.
     plan, mesh = Plan(dp=2, zero=3), Mesh(dp=2, tp=2)
     topology = Topology(("a", "a", "a", "b"))
-    found = [group_hosts(topology, ranks, transport="by-host") for ranks in mesh.groups("dp", "cp")]
+    found = [group_hosts(topology, ranks, transport="auto") for ranks in mesh.groups("dp", "cp")]
     assert [hosts.ranks_by_host for hosts in found] == [((0, 2),), ((1,), (3,))]
     assert [effective_layouts(plan, hosts).weight for hosts in found] == [WHOLE, SPLIT]
 

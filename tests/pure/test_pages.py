@@ -34,7 +34,7 @@ def test_a_page_shows_the_example_that_ci_runs(page, example):
     assert f"```python\n{example}```\n" in page
 
 
-@pytest.mark.parametrize("name", ["rates", "sequence", "tensor", "one_task", "feed", "pipeline", "four", "planner"])
+@pytest.mark.parametrize("name", ["rates", "context", "tensor", "one_task", "feed", "pipeline", "four", "planner"])
 def test_a_picture_of_the_docs_is_what_its_script_draws(name):
     script = next((ROOT / "docs").glob(f"{name}*.py"))
     picture = script.with_name(script.stem.replace("_", "-") + ".svg")

@@ -15,8 +15,8 @@ INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleav
 
 
 @pytest.mark.parametrize("fields", [
-    {"sync": "local"}, {"batch_norm": "sync", "microbatches": 1}, {"unused": "allow"}, {"residual": "split", "tp": 2},
-    {"codec": "topk"}, {"precision": "fp16"}, {"update": "in_forward", "zero": 3},
+    {"sync": "local"}, {"batch_norm": "sync", "microbatches": 1}, {"unused": "allow"},
+    {"sequence_parallel": True, "tp": 2}, {"codec": "topk"}, {"precision": "fp16"}, {"update": "in_forward", "zero": 3},
 ])  # fmt: skip
 def test_a_pipeline_goes_with_what_goes_without_it(fields):
     assert not combination_problems(Plan(**{**PIPELINE, **fields}))

@@ -18,9 +18,9 @@ PLANS = st.builds(
     dp=st.integers(1, 64),
     microbatches=st.integers(1, 9),
     bucket_bytes=st.integers(1, 2**30),
-    unused=st.sampled_from(["refuse", "allow"]),
-    batch_norm=st.sampled_from(["refuse", "local"]),
-    transport=st.sampled_from(["by-host", "shared", "gloo", "nccl"]),
+    unused=st.sampled_from(["error", "allow"]),
+    batch_norm=st.sampled_from(["error", "local"]),
+    transport=st.sampled_from(["auto", "shared", "gloo", "nccl"]),
     sync=st.sampled_from(["step", "local"]),
     local_steps=st.integers(1, 500),
     outer_lr=st.floats(0.0, 10.0, exclude_min=True) | st.integers(1, 10),
@@ -46,11 +46,11 @@ def test_the_signature_is_the_contract():
         "pp": 1, "dp": 1, "cp": 1, "tp": 1, "dims": "", "shard": None, "zero": 0, "microbatches": 1,
         "schedule": "1f1b", "stages": "even",
         "interleave": 1, "max_in_flight": None, "program": "", "recompute": "none", "edge": "none", "edge_density": 0.1,
-        "ring": "zigzag", "ulysses": 1, "residual": "whole",
+        "ring": "zigzag", "ulysses": 1, "sequence_parallel": False,
         "update": "after", "sync": "step", "local_steps": 10, "outer_lr": 1.0, "outer_momentum": 0.0,
         "codec": "none", "codec_rank": 4, "codec_density": 0.01, "codec_refresh_steps": 100,
-        "offload": "none", "precision": "keep", "reduce_dtype": "keep", "batch_norm": "refuse", "unused": "refuse",
-        "bucket_bytes": 4194304, "transport": "by-host",
+        "offload": "none", "precision": "keep", "reduce_dtype": "keep", "batch_norm": "error", "unused": "error",
+        "bucket_bytes": 4194304, "transport": "auto",
     }  # fmt: skip
     parameters = inspect.signature(Plan).parameters
     assert {name: p.default for name, p in parameters.items()} == contract

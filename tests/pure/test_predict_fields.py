@@ -70,7 +70,9 @@ PRICED = {
     "edge_density": Row("bytes of a message", (SECONDS, BYTES), 0.3, {**PIPELINE, "edge": "dct"}),
     "ring": Row("facts: what attention computes and sends", (SECONDS,), "rsa", {"cp": 4}, GPT),
     "ulysses": Row("facts: an exchange of heads", (SECONDS,), 2, {"cp": 2}, GPT),
-    "residual": Row("facts: collectives inside segments, activations", (SECONDS, MEMORY), "split", {"tp": 2}, GPT),
+    "sequence_parallel": Row(
+        "facts: collectives inside segments, activations", (SECONDS, MEMORY), True, {"tp": 2}, GPT
+    ),
     "update": Row(
         "the place of updates in the program, and of what they wait for",
         (SECONDS,),

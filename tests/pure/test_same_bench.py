@@ -15,7 +15,7 @@ NOT_BUILT = {
     "pp",
     "tp",
     "dims",
-    "residual",
+    "sequence_parallel",
     "schedule",
     "stages",
     "interleave",

@@ -10,7 +10,7 @@ from tests.cases import Case, build_step
 SIZE = 3
 
 
-@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("num_values", [0, 1, 8, 9, 10, 8 + SIZE, 40])
 def test_any_number_of_values_is_summed(num_values, hosts, transport):

@@ -202,7 +202,7 @@ def test_same_batches_has_two_values_and_is_the_same_on_every_rank(api):
 
     def mismatched(comm):
         with pytest.raises(PlanError, match="same_batches"):
-            api(comm, linear(), same_batches="allow" if comm.rank else "refuse")
+            api(comm, linear(), same_batches="allow" if comm.rank else "error")
         return True
 
     assert threads.run(2, unknown) == threads.run(2, mismatched) == [True, True]

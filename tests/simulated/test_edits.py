@@ -274,7 +274,7 @@ def test_weights_loaded_between_averages_are_not_an_outer_step():
     assert all(torch.equal(by_load[name], by_edit[name]) for name in by_edit)
 
 
-@pytest.mark.parametrize("unused", ["refuse", "allow"])
+@pytest.mark.parametrize("unused", ["error", "allow"])
 def test_a_module_replaced_after_the_build_is_refused(unused):
     def body(comm):
         step = make(dataclasses.replace(CASE, unused=unused), comm)

@@ -118,7 +118,7 @@ def refused_after(step, given, dp, match):
 @pytest.mark.parametrize(("name", "split"), in_turn(LATER, SPLITS + SHARDED))
 def test_a_loss_of_several_means_is_refused_once_their_counts_are_uneven(name, split):
     def body(comm):
-        transport = "gloo" if split[2] == 3 else "by-host"
+        transport = "gloo" if split[2] == 3 else "auto"
         plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)
         step = TrainStep(net(), LATER[name], sgd, plan=plan, communicator=comm, clip=None)
         return refused_after(step, later(), split[0], "whose counts are not proportional")
@@ -153,7 +153,7 @@ def test_a_mean_by_hand_that_may_leave_out_targets_is_refused_before_any_is_left
     given = inputs, targets.clamp(min=1)  # nothing that a loss leaves out
 
     def body(comm):
-        transport = "gloo" if split[2] == 3 else "by-host"
+        transport = "gloo" if split[2] == 3 else "auto"
         plan = Plan(dp=split[0], microbatches=split[1], zero=split[2], transport=transport)
         step = TrainStep(net(), BY_HAND[name], sgd, plan=plan, communicator=comm, clip=None)
         with pytest.raises(TaskError, match=r"a scalar loss .* among the targets") as caught:

@@ -84,7 +84,7 @@ def check_equal(
     size=st.integers(1, 4),
     sizes=st.lists(st.integers(2, 9), min_size=3, max_size=3),  # fewer than ranks: some have no sample
     accumulate=st.sampled_from([1, 2]),
-    transport=st.sampled_from(["by-host", "gloo"]),
+    transport=st.sampled_from(["auto", "gloo"]),
     hosts=st.sampled_from([1, 2]),
     options=st.sampled_from(
         [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"momentum": 0.7, "eps": 1e-2}]
@@ -246,7 +246,7 @@ def test_a_newer_wrapper_syncs_in_place_of_the_earlier_one(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["order", "once more", "once less", "no norm", "frozen"])
-@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_ranks_that_normalize_at_different_places_raise_and_do_not_wait(way, transport):
     inputs, _ = batches([4], 0)[0]
 

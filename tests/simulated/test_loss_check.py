@@ -211,7 +211,7 @@ def trained(comm: Any, kind: str, plan: Plan, loss: str = "ignoring") -> None:
 
 
 def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
-    return Plan(dp=dp, batch_norm="local" if kind == "batch norm" else "refuse", unused="allow", **options)
+    return Plan(dp=dp, batch_norm="local" if kind == "batch norm" else "error", unused="allow", **options)
 
 
 @pytest.mark.parametrize("kind", MODELS)

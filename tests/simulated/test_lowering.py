@@ -67,7 +67,7 @@ def is_placeholder(parameter: nn.Parameter) -> bool:
     return False
 
 
-@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize(("hosts", "fields"), [
     (1, {"zero": 0}), (1, {"zero": 2, "microbatches": 2}), (2, {"zero": 0}), (2, {"zero": 1}),
     (2, {"zero": 1, "shard": 2}), (2, {"codec": "bf16", "zero": 1}), (2, {"codec": "int8"}), (2, {"codec": "powersgd"}),
@@ -80,8 +80,8 @@ def test_a_rank_sends_as_many_bytes_as_its_blueprint_says(hosts: int, fields: di
         assert sent == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize(("hosts", "transport", "shard"), [(1, "by-host", None), (1, "gloo", None), (2, "by-host", 2),
-                                                           (2, "by-host", None)])  # fmt: skip
+@pytest.mark.parametrize(("hosts", "transport", "shard"), [(1, "auto", None), (1, "gloo", None), (2, "auto", 2),
+                                                           (2, "auto", None)])  # fmt: skip
 def test_weights_are_unsharded_where_the_blueprint_says_so(hosts: int, transport: str, shard: int | None) -> None:
     plan = Plan(dp=4, zero=3, shard=shard, bucket_bytes=2**14, transport=transport)
     expected = blueprint(plan, hosts)

@@ -77,7 +77,7 @@ def _compare(plan: Plan, optimizer: str = "AdamW", *, hosts: int = 1) -> None:
 
 
 @pytest.mark.parametrize("fields", pairs.grid(
-    zero=(0, 1, 2, 3), dp=(4, 2, 1), precision=("keep", "bf16", "fp16"), transport=("by-host", "gloo")
+    zero=(0, 1, 2, 3), dp=(4, 2, 1), precision=("keep", "bf16", "fp16"), transport=("auto", "gloo")
 ))  # fmt: skip
 def test_the_memory_use_of_a_host_equals_the_formula(fields: dict[str, Any]) -> None:
     _compare(Plan(**fields, microbatches=2, bucket_bytes=2**18))

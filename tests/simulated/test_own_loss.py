@@ -67,7 +67,7 @@ def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, spl
     dp, microbatches, zero = split
 
     def body(comm):
-        transport = "gloo" if zero == 3 else "by-host"
+        transport = "gloo" if zero == 3 else "auto"
         plan = Plan(dp=dp, microbatches=microbatches, zero=zero, unused="allow", transport=transport)
         with KeepFloat64():
             step = TrainStep(copy.deepcopy(model(kind)), None, sgd, plan=plan, communicator=comm, clip=None)

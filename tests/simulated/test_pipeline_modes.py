@@ -293,7 +293,7 @@ def texts() -> list[Any]:
     {"tp": 2}, {"tp": 2, "dp": 2, "schedule": "interleaved", "interleave": 2, "zero": 3}, {"tp": 2, "cp": 2},
 ])  # fmt: skip
 def test_a_split_residual_crosses_stages_in_parts(fields):
-    plan = Plan(pp=2, microbatches=2, residual="split", **fields)
+    plan = Plan(pp=2, microbatches=2, sequence_parallel=True, **fields)
 
     def body(comm: Any) -> tuple[TrainingResult, set[int]]:
         step = TrainStep(

@@ -64,7 +64,7 @@ PIPELINES = st.sampled_from(
     + [{"pp": 4, "microbatches": 8, "schedule": "zero-bubble", "recompute": "none"}]
     + [{"pp": 2, "microbatches": 4, "schedule": "interleaved", "interleave": 2}]
 )
-RANKS = st.sampled_from([{}, {"tp": 2}, {"tp": 2, "residual": "split"}, {"cp": 2}, {"cp": 4, "ulysses": 2}])
+RANKS = st.sampled_from([{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"cp": 4, "ulysses": 2}])
 RECOMPUTES = st.sampled_from(["none", "selective", "full"])
 
 

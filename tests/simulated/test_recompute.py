@@ -80,7 +80,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     if cp > 1:
         fields |= draw(st.sampled_from([{"ring": "zigzag"}, {"ring": "rsa"}, {"ring": "gather"}, {"ulysses": 2}]))
     if tp > 1 and pp == 1:
-        fields["residual"] = draw(st.sampled_from(["whole", "split"]))
+        fields["sequence_parallel"] = draw(st.booleans())
     if pp > 1:
         fields |= draw(st.sampled_from([{"schedule": "gpipe"}, {"schedule": "1f1b"}]))
     return fields
@@ -354,7 +354,7 @@ def test_each_of_two_tensor_ranks_keeps_half_of_the_inputs_of_blocks() -> None:
     assert threads.run(2, body) == [4 * 8 * 32 * 8 // 2] * 2
 
 
-@pytest.mark.parametrize(("fields", "repeats"), [({"tp": 2}, False), ({"tp": 2, "residual": "split"}, True)])
+@pytest.mark.parametrize(("fields", "repeats"), [({"tp": 2}, False), ({"tp": 2, "sequence_parallel": True}, True)])
 def test_selective_repeats_no_sums_of_tensor_ranks_and_full_does(fields: dict[str, Any], repeats: bool) -> None:
     def sent(recompute: str) -> float:
         plan = Plan(**fields, recompute=recompute)

@@ -34,7 +34,7 @@ class Topology:
     size: int
     hosts: int = 1
     shard: int | None = None
-    transport: str = "by-host"
+    transport: str = "auto"
 
     def run(self, body):
         return threads.run(self.size, body, hosts=self.hosts)

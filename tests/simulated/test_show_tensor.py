@@ -35,7 +35,7 @@ EXPECTED_WITH_SPLIT_RESIDUALS = """
   head     cross entropy  3 numbers per target      128 of 256
   head     any other      all-gather of the logits  what it needs of 256
 
-residual   what a rank sends for a block, in forward and backward
+sequence parallelism   what a rank sends for a block, in forward and backward
   tokens are split from the entry of blocks.0 to the end of norm; there they are gathered
   blocks         per token  with whole residuals  of weights, per backward
   blocks.*  × 2      320 B                 256 B                     128 B
@@ -46,7 +46,7 @@ def test_show_prints_the_layers_that_are_split():
     task = lm.task(width=16, layers=2, heads=4, kv_heads=2, length=16)
     text = show(Plan(tp=2), task)
     assert EXPECTED in text, text
-    assert "residual   " not in text
+    assert "sequence parallelism   " not in text
     assert "tensor   " not in show(Plan(dp=2), task)
-    text = show(Plan(tp=2, residual="split"), task)
+    text = show(Plan(tp=2, sequence_parallel=True), task)
     assert EXPECTED_WITH_SPLIT_RESIDUALS in text, text

@@ -50,7 +50,7 @@ def draw(num_classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     return logits.to(dtype), torch.randint(num_classes, (3, 7), generator=generator)
 
 
-def split(comm: Any, whole: Tensor, transport: str = "by-host") -> tuple[Tensor, Vocabulary, Counting]:
+def split(comm: Any, whole: Tensor, transport: str = "auto") -> tuple[Tensor, Vocabulary, Counting]:
     """This rank's logits, as a head that is split by vocabulary makes them."""
     group = Counting(make_tensor_group(comm, "tensor", CommMeter(), choice=transport))
     ((start, stop, _, _),) = TensorShard.even((whole.shape[-1],), 0, comm.rank, comm.size).pieces

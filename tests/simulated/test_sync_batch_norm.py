@@ -58,7 +58,7 @@ def check_equal(make, plan, given_batches, *, hosts=1, tolerance=TOLERANCE):
     sizes=st.lists(st.integers(3, 9), min_size=2, max_size=3),
     zero=st.integers(0, 3),
     update=st.sampled_from(["after", "in_backward", "in_forward"]),
-    transport=st.sampled_from(["by-host", "gloo"]),
+    transport=st.sampled_from(["auto", "gloo"]),
     hosts=st.sampled_from([1, 2]),
     options=st.sampled_from(
         [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"momentum": 0.7, "eps": 1e-2}]
@@ -279,7 +279,7 @@ class Wayward(Net):
 
 
 @pytest.mark.parametrize("way", ["order", "once more", "once less", "no backward"])
-@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_ranks_that_normalize_at_different_places_raise_and_do_not_wait(way, transport):
     plan, (batch,) = Plan(dp=2, batch_norm="sync", unused="allow", transport=transport), batches([9], 0)
 

@@ -50,7 +50,7 @@ def test_the_products_of_a_language_model_are_those_of_the_formula():
     assert (products(facts.first), products(facts.last)) == (0, 2 * LENGTH * WIDTH * BYTES)
 
 
-@pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"tp": 2, "residual": "split"}])
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"tp": 2, "sequence_parallel": True}])
 def test_ranks_of_an_axis_share_the_products_evenly(fields: dict):
     source = TaskFacts(tiny_lm())
     whole, part = (source.facts(Plan(**each)) for each in ({}, fields))
@@ -110,10 +110,10 @@ def test_tensor_ranks_sum_twice_in_forward_and_twice_in_backward():
     assert facts.boundary_bytes == hidden
 
 
-@pytest.mark.parametrize("residual", ["whole", "split"])
-def test_a_tensor_rank_keeps_its_part_of_the_inputs_of_blocks_that_are_computed_again(residual: str):
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_tensor_rank_keeps_its_part_of_the_inputs_of_blocks_that_are_computed_again(splits: bool):
     hidden = 4.0 * LENGTH * WIDTH
-    for block in TaskFacts(tiny_lm()).facts(Plan(tp=2, residual=residual)).blocks:
+    for block in TaskFacts(tiny_lm()).facts(Plan(tp=2, sequence_parallel=splits)).blocks:
         assert block.saved_bytes["full"] == hidden / 2
         assert block.saved_bytes["none"] > block.saved_bytes["selective"] > hidden
 
@@ -267,8 +267,8 @@ def test_a_known_call_gives_the_form_that_its_operation_gives():
 
 
 def test_equal_blocks_are_found_where_modules_know_their_own_names():
-    # The first block splits the residual, and the others are equal, though each module has its name in its role.
-    model = lay_out(tiny_lm(5), Plan(tp=2, residual="split")).model
+    # The first block splits the tokens, and the others are equal, though each module has its name in its role.
+    model = lay_out(tiny_lm(5), Plan(tp=2, sequence_parallel=True)).model
     blocks = {f"blocks.{number}": model.get_submodule(f"blocks.{number}") for number in range(5)}
     assert equal_blocks(blocks) == [0, 1, 1, 1, 1]
 

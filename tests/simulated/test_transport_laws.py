@@ -33,7 +33,7 @@ NUM_BUCKETS, LENGTH, PATIENCE, NUM_SCALARS = 3, 64, 10.0, 12
 class Place(NamedTuple):
     size: int
     hosts: int = 1
-    choice: str = "by-host"
+    choice: str = "auto"
 
 
 PLACES = (Place(1), Place(2), Place(4, 2), Place(2, choice="gloo"), Place(2, 2))

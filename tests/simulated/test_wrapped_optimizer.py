@@ -542,7 +542,7 @@ def test_ranks_with_a_gradient_are_counted_only_if_parameters_may_be_unused(monk
         mine, optimizer = wrapped(comm, plan=Plan(dp=2, unused=unused))
         train_steps(mine, optimizer, comm.rank, steps=1)
 
-    threads.run(2, lambda comm: body(comm, "refuse"))
+    threads.run(2, lambda comm: body(comm, "error"))
     assert counts == []
     threads.run(2, lambda comm: body(comm, "allow"))
     assert counts == [[2.0] * len(list(model().parameters()))] * 2

@@ -51,7 +51,7 @@ PRECISE = [{"precision": "bf16", "reduce_dtype": "fp32", "zero": zero, "microbat
 ROUNDED = [{"precision": "fp16", "zero": 1}, {"precision": "bf16", "zero": 2}]
 
 
-@pytest.mark.parametrize(("transport", "host", "rounded"), [("gloo", None, ROUNDED), ("by-host", "two", ROUNDED[:1])])
+@pytest.mark.parametrize(("transport", "host", "rounded"), [("gloo", None, ROUNDED), ("auto", "two", ROUNDED[:1])])
 def test_low_precision_weights_and_float32_reductions_keep_their_dtype(world, transport, host, rounded):
     cases = [{**case, "transport": transport} for case in (*PRECISE, *rounded)]
     for results in world(4).run(f"{CASES}:precision_deviations", cases=cases, host=host):
@@ -66,7 +66,7 @@ CODED = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "host", "coded"), [("gloo", None, CODED), ("by-host", "two", CODED[1::2])])
+@pytest.mark.parametrize(("transport", "host", "coded"), [("gloo", None, CODED), ("auto", "two", CODED[1::2])])
 def test_compressed_training_over_gloo_equals_the_codec_oracle(world, transport, host, coded):
     cases = [{**case, "transport": transport} for case in coded]
     for results in world(4).run(f"{CASES}:coded_deviations", cases=cases, host=host):
@@ -78,7 +78,7 @@ def test_compressed_training_over_gloo_equals_the_codec_oracle(world, transport,
                 assert result["sent_bytes"] == pytest.approx(times * result["message_bytes"])
 
 
-@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("shared", None), ("by-host", "two")])
+@pytest.mark.parametrize(("transport", "host"), [("gloo", None), ("shared", None), ("auto", "two")])
 def test_local_sgd_syncs_over_every_transport(world, transport, host):
     case = {"sync": "local", "local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "microbatches": 2}
     case |= {"batch_sizes": [12, 9, 3, 12], "bucket_bytes": 1500, "transport": transport}

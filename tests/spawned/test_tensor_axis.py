@@ -19,7 +19,7 @@ def test_processes_train_as_one_device(world, plans, host):
         assert max(deviations) <= TOLERANCE
 
 
-@pytest.mark.parametrize("transport", ["by-host", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_processes_in_different_calls_report_it_and_do_not_wait(world, transport):
     for evaluated, left_out in world(2).run(f"{CASES}:divergences", transport=transport, time_limit_seconds=60.0):
         assert "rank 0 is at step 2; rank 1 is at evaluate() after step 1" in evaluated

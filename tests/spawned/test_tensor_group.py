@@ -7,7 +7,7 @@ from fourfold.testing.process_world import CaseFailed
 CASES = "tests.spawned.tensor_group"
 
 
-@pytest.mark.parametrize(("choice", "name"), [("by-host", "shared memory"), ("gloo", "gloo")])
+@pytest.mark.parametrize(("choice", "name"), [("auto", "shared memory"), ("gloo", "gloo")])
 def test_processes_get_the_bits_of_one_process(world, choice, name):
     for rank in world(2).run(f"{CASES}:differences", choice=choice):
         assert rank["wrong"] == []

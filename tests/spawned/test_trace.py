@@ -66,7 +66,7 @@ def test_a_simulated_step_takes_as_long_as_the_measured(world, transport, fields
 
 def test_traces_of_hosts_are_put_on_one_clock(world):
     # Four ranks told to live on two hosts, the second with a clock that is a thousand seconds ahead.
-    texts = world(4).run(f"{CASES}:trace", transport="by-host", host="two", steps=4, ahead_seconds=1000)
+    texts = world(4).run(f"{CASES}:trace", transport="auto", host="two", steps=4, ahead_seconds=1000)
     trace = decode_trace(texts[0].encode())
     assert trace.ranks == [0, 1, 2, 3]
     for step in trace.steps:

@@ -19,7 +19,7 @@ from tests.cases import Case
 from tests.spawned.rank_functions import fake_hosts, keep_groups, sgd
 
 
-def trains(accumulate: int, host: str | None = None, transport: str = "by-host", kind: str = "ASGD") -> dict[str, Any]:
+def trains(accumulate: int, host: str | None = None, transport: str = "auto", kind: str = "ASGD") -> dict[str, Any]:
     """Compare a plain loop with a wrapped optimizer to the same loop in one process."""
     case, size = Case(batch_sizes=(12, 12, 12)), dist.get_world_size()
     loss = cases.loss(case)
@@ -54,7 +54,7 @@ def trains(accumulate: int, host: str | None = None, transport: str = "by-host",
     return {"deviation": deviation, "transport": optimizer.transport_name}
 
 
-def uneven(transport: str = "by-host", host: str | None = None) -> dict[str, Any]:
+def uneven(transport: str = "auto", host: str | None = None) -> dict[str, Any]:
     """Each rank has one batch more than the previous rank; compare with one process that has all batches."""
     size, rank = dist.get_world_size(), dist.get_rank()
     case = Case(batch_sizes=(12,) * size)

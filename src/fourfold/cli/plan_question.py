@@ -20,7 +20,7 @@ from fourfold.cli.plan_machine import Machine, calibration_words, described_mach
 from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.environment.imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text
+from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text, is_left_open
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
@@ -256,7 +256,7 @@ def gpt_task(words: Sequence[str]) -> TaskSource:
 def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
     """The ask of a command line: its file, with what the words pin. Raises PlanError."""
     ask = _ask_of_file(arguments.ask or command.plan_file)
-    opened = (key for key, text in command.values.items() if key in FIELDS and text == AUTO)
+    opened = (key for key, text in command.values.items() if key in FIELDS and is_left_open(key, text))
     pinned = pinned_fields(command, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
     given = {"devices": arguments.value("devices") or ask.devices or devices}
     given |= {"memory": int(memory)} if (memory := arguments.value("memory")) else {}
@@ -265,7 +265,7 @@ def read_ask(arguments: PlanArguments, command: settings_file.Command, *, device
 
 def pinned_fields(command: settings_file.Command, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
     """The fields of the plan that the words give, and those of a settings file, or instead of these `kept`."""
-    values = {key: text for key, text in command.values.items() if key in FIELDS and text != AUTO}
+    values = {key: text for key, text in command.values.items() if key in FIELDS and not is_left_open(key, text)}
     in_words = parse_values(values, None).plan
     if kept is None:
         kept = {} if command.settings_file is None else command.settings_file.parse(None).plan

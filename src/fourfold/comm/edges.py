@@ -332,9 +332,7 @@ def _tensor_in(memory: memoryview, start: int, spec: TensorSpec) -> Tensor:
 # ---- edges of a pipeline -------------------------------------------------------------------------------------------
 
 
-def make_edges(
-    pipeline: Communicator, meter: CommMeter, *, choice: str = "by-host", is_ring: bool = False
-) -> StageEdges:
+def make_edges(pipeline: Communicator, meter: CommMeter, *, choice: str = "auto", is_ring: bool = False) -> StageEdges:
     """The edges of this rank to its neighbours among the ranks of a pipeline. Collective.
 
     choice   the plan's transport
@@ -354,7 +352,7 @@ def make_edges(
 
 
 def connect_pair(
-    pipeline: Communicator, first: int, second: int, meter: CommMeter, *, choice: str = "by-host"
+    pipeline: Communicator, first: int, second: int, meter: CommMeter, *, choice: str = "auto"
 ) -> tuple[SendingEdge, ReceivingEdge] | None:
     """This rank's ends of two edges between two ranks of a pipeline; None if it is neither. Collective among all."""
     edges = _connect(pipeline, [(first, second)], StageEdges(), meter, choice, purpose="tied")
@@ -387,7 +385,7 @@ def _connect(
 def _open(
     pipeline: Communicator, groups: Sequence[tuple[int, ...]], meter: CommMeter, choice: str
 ) -> SharedRegions | None:
-    if pipeline.device.type != "cpu" or choice not in ("by-host", "shared"):
+    if pipeline.device.type != "cpu" or choice not in ("auto", "shared"):
         return None
     regions, reason = open_regions(pipeline, groups, meter, num_areas=NUM_SLOTS)
     if regions is None and choice == "shared":

@@ -381,7 +381,7 @@ class _SharedMemoryAccumulator:
 
 
 def make_ring(
-    comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, meter: CommMeter, *, choice: str = "by-host"
+    comm: Communicator, groups: Sequence[Sequence[int]], purpose: str, meter: CommMeter, *, choice: str = "auto"
 ) -> RingGroup:
     """The ring among the ranks of this rank's group. Collective among `comm`'s ranks, which `groups` partition.
 
@@ -391,7 +391,7 @@ def make_ring(
     group = next(each for each in groups if comm.rank in each)
     if all(len(each) == 1 for each in groups):
         return NullRingGroup(meter)
-    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+    if comm.device.type == "cpu" and choice in ("auto", "shared"):
         ring, reason = make_shared_memory_ring(comm, groups, meter)
         if ring is not None:
             return ring

@@ -83,7 +83,7 @@ def make_row_exchange(
     purpose: str,
     meter: CommMeter,
     *,
-    choice: str = "by-host",
+    choice: str = "auto",
     first_length: int = FIRST_LENGTH,
 ) -> RowExchange:
     """The exchange of all ranks of `comm`: in shared memory if they are on one host and `choice` allows it. Collective.
@@ -96,7 +96,7 @@ def make_row_exchange(
     check_transport_device(choice, comm.device.type)
     if comm.size == 1:
         return SingleRow(comm.ranks)
-    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+    if comm.device.type == "cpu" and choice in ("auto", "shared"):
         ring, _ = make_shared_memory_ring(comm, [range(comm.size)], meter)
         if ring is not None:
             return RowsInSharedMemory(ring, comm.ranks)

@@ -12,7 +12,7 @@ from fourfold.comm.tensor.shared_memory import TensorGroupOverSharedMemory
 from fourfold.comm.transports import check_transport_device, no_shared_memory
 
 
-def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, choice: str = "by-host") -> TensorGroup:
+def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, choice: str = "auto") -> TensorGroup:
     """The group of all ranks of `comm`, which lie along the tensor axis. Collective.
 
     `choice` is the plan's transport. Raises PlanError if the plan asks for a transport that cannot be had.
@@ -20,7 +20,7 @@ def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, cho
     check_transport_device(choice, comm.device.type)
     if comm.size == 1:
         return SingleRankTensorGroup(meter, comm.device)
-    if comm.device.type == "cpu" and choice in ("by-host", "shared"):
+    if comm.device.type == "cpu" and choice in ("auto", "shared"):
         regions, reason = open_regions(comm, [range(comm.size)], meter)
         if regions is not None:
             return TensorGroupOverSharedMemory(regions)

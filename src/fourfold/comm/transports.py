@@ -1,6 +1,6 @@
 """Transports: which transport joins the data ranks: one rank alone, shared memory, gloo or NCCL.
 
-choice  the plan's `transport`: "by-host" takes shared memory inside hosts where it can be had, else process groups
+choice  the plan's `transport`: "auto" takes shared memory inside hosts where it can be had, else process groups
 topology  of the ranks that are joined, by their indices in the communicator; exchanged once per job
 Law: every rank chooses the same transport, from what all ranks have said of themselves.
 """
@@ -111,7 +111,7 @@ def make_data_transport(
     *,
     meter: CommMeter,
     calls: CallChecker,
-    choice: str = "by-host",
+    choice: str = "auto",
     codecs: Sequence[Codec] = (),
     unbucketed_grads: GradsOfBucket | None = None,
 ) -> DataTransport:
@@ -181,7 +181,7 @@ def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTranspor
 
 
 def _wants_shared_memory(comm: Communicator, choice: str) -> bool:
-    return comm.device.type == "cpu" and choice in ("by-host", "shared")
+    return comm.device.type == "cpu" and choice in ("auto", "shared")
 
 
 def no_shared_memory(reason: str) -> PlanError:

@@ -29,11 +29,16 @@ MACHINE_FIELDS = ("devices", "memory")
 SEARCHED = (
     *AXES,
     *("dims", "shard", "zero", "microbatches", "schedule", "stages", "interleave", "max_in_flight", "recompute"),
-    *("ring", "ulysses", "residual", "update"),
+    *("ring", "ulysses", "sequence_parallel", "update"),
 )
 """The fields that are open unless they are pinned: none of them changes what is trained."""
 ON_REQUEST = ("precision",)
 """The fields that may be "auto", but are not by themselves."""
+
+
+def is_left_open(field: str, value: object) -> bool:
+    """Whether this value of a plan's field leaves it to the planner: "auto", unless that is a value of the field."""
+    return value == AUTO and AUTO not in FIELD_RULES[field].choices
 
 
 @dataclass(frozen=True, init=False)
@@ -62,7 +67,9 @@ class Ask:
         own = {
             "devices": devices,
             "memory_bytes": _memory_bytes(memory),
-            "pinned": {name: values[name] for name in FIELDS if name in values and values[name] != AUTO},
+            "pinned": {
+                name: values[name] for name in FIELDS if name in values and not is_left_open(name, values[name])
+            },
             "requested": tuple(name for name in ON_REQUEST if values.get(name) == AUTO),
         }
         for name, value in own.items():
@@ -126,11 +133,11 @@ def ask_problems(devices: object, memory: object, values: Mapping[str, object]) 
         if name not in FIELDS:
             close = closest_match(name, (*MACHINE_FIELDS, *FIELDS))
             problems.append(Problem(f"{name} = {value!r}", "a field of a plan, devices or memory", close or ""))
-        elif value == AUTO and name not in (*SEARCHED, *ON_REQUEST):
+        elif is_left_open(name, value) and name not in (*SEARCHED, *ON_REQUEST):
             default = getattr(Plan(), name)
             need = "a value: the planner chooses only what leaves the training as it is and has a price"
             problems.append(Problem(f'{name} = "auto"', need, f"{name} = {default!r}"))
-    pinned = {name: value for name, value in values.items() if name in FIELDS and value != AUTO}
+    pinned = {name: value for name, value in values.items() if name in FIELDS and not is_left_open(name, value)}
     problems += plan_problems(_completed(pinned))
     return problems or _mesh_problems(devices, pinned)
 

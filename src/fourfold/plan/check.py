@@ -14,7 +14,6 @@ from fourfold.axes.pipeline.rules import conflicts
 from fourfold.axes.pipeline.rules.division import stage_count_problems
 from fourfold.axes.pipeline.rules.edges import edge_problems
 from fourfold.axes.pipeline.rules.schedules import schedule_problems
-from fourfold.axes.tensor.rules.residual import SPLIT, WHOLE
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.model_traits import TRAIT_FIELDS, ModelTraits, trait_problems
@@ -49,7 +48,7 @@ def legality_problems(
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
     problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    problems += codec_problems(plan) + batch_norm_problems(plan) + residual_problems(plan)
+    problems += codec_problems(plan) + batch_norm_problems(plan) + sequence_parallel_problems(plan)
     return problems + pipeline_problems(plan, clip)
 
 
@@ -82,7 +81,7 @@ def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
         )
     if plan.unused == "allow":
         need = "to know, before a bucket is updated, which parameters have no gradient on any rank"
-        attempt = 'unused = "refuse", or update = "in_forward"'
+        attempt = 'unused = "error", or update = "in_forward"'
         problems.append(Problem('update = "in_backward" with unused = "allow"', need, attempt))
     return problems
 
@@ -127,7 +126,7 @@ def sync_problems(plan: Plan) -> list[Problem]:
             plan.unused == "allow",
             'unused = "allow"',
             "optimizer states for the same parameters on every rank: ranks may use different parameters",
-            'unused = "refuse", or sync = "step"',
+            'unused = "error", or sync = "step"',
         ),
         (
             plan.update == "in_forward",
@@ -164,7 +163,7 @@ def codec_problems(plan: Plan) -> list[Problem]:
         problems.append(Problem(f"{codec} with zero = 3", need, 'zero = 2, or codec = "none"'))
     if CODECS[plan.codec].remembers and plan.unused == "allow":
         need = "a gradient for every parameter: the residual of a parameter that no rank uses would not be applied"
-        problems.append(Problem(f'{codec} with unused = "allow"', need, 'unused = "refuse", or codec = "bf16"'))
+        problems.append(Problem(f'{codec} with unused = "allow"', need, 'unused = "error", or codec = "bf16"'))
     return problems
 
 
@@ -195,12 +194,12 @@ def batch_norm_problems(plan: Plan) -> list[Problem]:
     return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
 
 
-def residual_problems(plan: Plan) -> list[Problem]:
-    """Residuals are split over tensor ranks."""
-    if plan.residual == WHOLE or plan.tp > 1:
+def sequence_parallel_problems(plan: Plan) -> list[Problem]:
+    """Sequence parallelism splits tokens over tensor ranks."""
+    if not plan.sequence_parallel or plan.tp > 1:
         return []
-    got = f'residual = "{SPLIT}" with tp = 1'
-    return [Problem(got, "tensor ranks to split the tokens over", f'tp = 2, or residual = "{WHOLE}"')]
+    got = "sequence_parallel = true with tp = 1"
+    return [Problem(got, "tensor ranks to split the tokens over", "tp = 2, or sequence_parallel = false")]
 
 
 def layerwise_problems(plan: Plan, optimizer_name: str) -> list[Problem]:
@@ -257,7 +256,7 @@ def transport_device_problems(transport: str, device: str) -> list[Problem]:
     if unsupported != device:
         return []
     need = "GPUs" if device == "cpu" else "CPU ranks"
-    return [Problem(f'transport = "{transport}" on {device}', need, 'transport = "by-host"')]
+    return [Problem(f'transport = "{transport}" on {device}', need, 'transport = "auto"')]
 
 
 def shared_memory_problems(plan: Plan, topology: Topology) -> list[Problem]:
@@ -279,7 +278,7 @@ def shared_memory_problems(plan: Plan, topology: Topology) -> list[Problem]:
 
 def no_shared_memory_problem(cause: str) -> Problem:
     """The plan asks for shared memory that the ranks cannot have."""
-    return Problem(f'transport = "shared", but {cause}', "ranks that share memory", 'transport = "by-host"')
+    return Problem(f'transport = "shared", but {cause}', "ranks that share memory", 'transport = "auto"')
 
 
 def host_shard_problem(num_shards: int, num_hosts: int, ranks_per_host: int) -> Problem:

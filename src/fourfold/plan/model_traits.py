@@ -41,7 +41,7 @@ NO_TRAITS = ModelTraits()
 def trait_problems(values: Mapping[str, Any], split: BatchSplit, traits: ModelTraits) -> list[Problem]:
     """Why a plan cannot be carried out with a model of these traits. `values`: its TRAIT_FIELDS."""
     problems, parts = _embedding_problems(values["precision"], split, traits), split.num_parts
-    if traits.batch_norms and values["batch_norm"] == "refuse" and parts > 1:
+    if traits.batch_norms and values["batch_norm"] == "error" and parts > 1:
         need = f"no statistics over a batch that is split into {parts} parts"
         attempt = f'{SYNC}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
         problems.append(Problem(f"batch normalization at {_listed(traits.batch_norms)}", need, attempt))

@@ -94,7 +94,7 @@ class Plan:
     edge_density: float = DEFAULT_DENSITY
     ring: str = "zigzag"
     ulysses: int = 1
-    residual: str = "whole"
+    sequence_parallel: bool = False
     update: str = "after"
     sync: str = "step"
     local_steps: int = 10
@@ -107,10 +107,10 @@ class Plan:
     offload: str = "none"
     precision: str = "keep"
     reduce_dtype: str = "keep"
-    batch_norm: str = "refuse"
-    unused: str = "refuse"
+    batch_norm: str = "error"
+    unused: str = "error"
     bucket_bytes: int = 4 * 2**20
-    transport: str = "by-host"
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         # Not `dataclasses.asdict`, which copies each value: a search makes many thousands of plans.
@@ -196,7 +196,7 @@ class Plan:
     @property
     def tensor_spec(self) -> TensorSpec:
         """How many ranks split layers, and which dims of the weights."""
-        return TensorSpec(self.tp, self.dims, self.ulysses, self.residual)
+        return TensorSpec(self.tp, self.dims, self.ulysses, self.sequence_parallel)
 
     @functools.cached_property
     def compute_lists(self) -> ComputeLists:

@@ -16,7 +16,6 @@ from fourfold.axes.pipeline.rules.division import stages_problems
 from fourfold.axes.pipeline.rules.edges import EDGES
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES
 from fourfold.axes.tensor.rules.dims import dims_problems
-from fourfold.axes.tensor.rules.residual import RESIDUALS
 from fourfold.plan.codec import CODECS
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.words.errors import Problem, closest_match
@@ -46,6 +45,8 @@ class FieldRule:
 
     def requirement(self) -> str:
         """What an error says is needed."""
+        if self.value_type is bool:
+            return "true or false"
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.value_type is str:
@@ -70,6 +71,8 @@ class FieldRule:
         # An integer is a legal float: in TOML a whole number has no decimal point.
         if type(value) is not self.value_type and not (self.value_type is float and type(value) is int):
             return False
+        if self.value_type is bool:
+            return True
         if self.float_maximum is not None:
             return (value > 0.0 or (self.allows_zero and value == 0.0)) and value <= self.float_maximum  # type: ignore[operator]
         if self.choices or self.value_type is str:
@@ -96,7 +99,7 @@ FIELD_RULES = {
     "edge_density": FieldRule(float, float_maximum=1.0),
     "ring": FieldRule(str, choices=RINGS),
     "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
-    "residual": FieldRule(str, choices=RESIDUALS),
+    "sequence_parallel": FieldRule(bool),
     "update": FieldRule(str, choices=("after", "in_backward", "in_forward")),
     "sync": FieldRule(str, choices=("step", "local", "server"), supported=("step", "local")),
     "local_steps": FieldRule(int),
@@ -109,10 +112,10 @@ FIELD_RULES = {
     "offload": FieldRule(str, choices=("none", "states")),
     "precision": FieldRule(str, choices=("keep", *COMPUTE_FORMATS)),
     "reduce_dtype": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
-    "batch_norm": FieldRule(str, choices=("refuse", "local", "sync")),
-    "unused": FieldRule(str, choices=("refuse", "allow")),
+    "batch_norm": FieldRule(str, choices=("error", "local", "sync")),
+    "unused": FieldRule(str, choices=("error", "allow")),
     "bucket_bytes": FieldRule(int, minimum=1),
-    "transport": FieldRule(str, choices=("by-host", "shared", "gloo", "nccl")),
+    "transport": FieldRule(str, choices=("auto", "shared", "gloo", "nccl")),
 }
 FIELDS = tuple(FIELD_RULES)
 BUILTINS = (int, str, float, bool, type(None))
@@ -187,6 +190,8 @@ def parse_value(name: str, text: str) -> object:
     rule = FIELD_RULES[name]
     if rule.optional and text == "none":
         return None
+    if rule.value_type is bool:
+        return {"true": True, "false": False}.get(text, text)
     if rule.value_type is not str:
         try:
             return rule.value_type(text)

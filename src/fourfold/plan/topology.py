@@ -84,7 +84,7 @@ def group_hosts(topology: Topology, ranks: Sequence[int], *, transport: str) -> 
     sizes = sorted({len(host) for host in by_host})
     causes = {
         "there is one rank": len(ranks) == 1,
-        f'transport = "{transport}"': transport not in ("by-host", "shared"),
+        f'transport = "{transport}"': transport not in ("auto", "shared"),
         f"the ranks compute on {topology.device}": topology.device != "cpu",
         topology.unshared_cause: bool(topology.unshared_cause),
         f"{len(by_host)} hosts with {sizes} ranks each": sizes[-1] == 1 or len(sizes) > 1,

@@ -16,7 +16,6 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, layout_changes
 from fourfold.axes.pipeline.show import format_pipeline
 from fourfold.axes.pipeline.work.chain import map_stages
-from fourfold.axes.tensor.rules.residual import WHOLE
 from fourfold.axes.tensor.show import format_tensor
 from fourfold.model.batch_norm import uses_batch_stats
 from fourfold.model.batch_statistics import batch_norms
@@ -236,7 +235,7 @@ def format_recompute(model: nn.Module, plan: Plan) -> str:
 
 def _kept(plan: Plan) -> str:
     if plan.recompute == "full":
-        shares = plan.tp > 1 and plan.residual == WHOLE
+        shares = plan.tp > 1 and not plan.sequence_parallel
         return f"1/{plan.tp} of its inputs: each tensor rank has a part" if shares else "its inputs"
     sums = ["sums over tensor ranks"] if plan.tp > 1 else []
     sums += ["what attention has exchanged"] if plan.cp > 1 else []
@@ -247,5 +246,5 @@ def _computed_again(plan: Plan) -> str:
     if plan.recompute == "full":
         sent = plan.tp > 1 or plan.cp > 1
         return "everything else, in backward; what it sends is sent again" if sent else "everything else, in backward"
-    gathered = plan.tp > 1 and plan.residual != WHOLE
+    gathered = plan.tp > 1 and plan.sequence_parallel
     return "everything else, in backward" + ("; tokens are gathered again" if gathered else "")

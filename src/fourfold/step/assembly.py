@@ -21,13 +21,12 @@ from fourfold.axes.pipeline.attach.check import PipelineCheck
 from fourfold.axes.pipeline.attach.skeleton import make_skeleton
 from fourfold.axes.pipeline.rules.schedules import staleness
 from fourfold.axes.pipeline.work.chain import map_stages
-from fourfold.axes.pipeline.work.gates import SplitResidual
+from fourfold.axes.pipeline.work.gates import SplitTokens
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
 from fourfold.axes.tensor.attach import tensor_axis
 from fourfold.axes.tensor.attach.check import TensorCheck
 from fourfold.axes.tensor.attach.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
-from fourfold.axes.tensor.rules.residual import WHOLE as RESIDUAL_WHOLE
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
@@ -124,7 +123,9 @@ def assemble(
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
     tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
-    stages = PipelineCheck(model, objective, pipeline, world, SplitResidual(tensor.residual.entries, tensor.region))
+    stages = PipelineCheck(
+        model, objective, pipeline, world, SplitTokens(tensor.sequence_parallel.entries, tensor.region)
+    )
     axes = _Axes(tensor, pipeline, stages)
     trained = lay_out(model, optimizer, plan, world, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
@@ -220,7 +221,7 @@ def _cut(
 
 def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
     tensor, pipeline, _ = axes
-    shares_inputs = plan.recompute == "full" and plan.residual == RESIDUAL_WHOLE
+    shares_inputs = plan.recompute == "full" and not plan.sequence_parallel
     group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
     names = recomputed_blocks(pipeline.skeleton, plan.recompute, pipeline.stages.chain.blocks)
     return RecomputedBlocks(names, group, plan.recompute == "selective", tensor.split_params)

@@ -53,7 +53,7 @@ class DistributedOptimizer(OptimizerProxy):
     model         the module whose parameters `optimizer` trains
     plan          `dp`, `bucket_bytes`, `unused`, `batch_norm` and `transport` are used; all other fields must have
                   their defaults. Without a plan, all ranks are data ranks
-    same_batches  "refuse": raise where all ranks train on the same inputs, three different ones in a row;
+    same_batches  "error": raise where all ranks train on the same inputs, three different ones in a row;
                   "allow": never raise
     communicator  the ranks, where they are joined already
     drift_check   ranks compare their weights after every so many steps; 0: never
@@ -69,7 +69,7 @@ class DistributedOptimizer(OptimizerProxy):
         model: nn.Module,
         plan: Plan | None = None,
         *,
-        same_batches: str = "refuse",
+        same_batches: str = "error",
         communicator: Communicator | None = None,
         drift_check: int = DRIFT_CHECK,
     ) -> None:

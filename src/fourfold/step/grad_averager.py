@@ -115,7 +115,7 @@ class GradAverager:
     def average(self, divisor: int) -> Sequence[float]:
         """Fill the slots with the sums over all ranks, divided by `divisor`. Collective; waits for the reductions.
 
-        Returns how many ranks have a gradient of each of `self.parameters`; 1 for each with `unused = "refuse"`.
+        Returns how many ranks have a gradient of each of `self.parameters`; 1 for each with `unused = "error"`.
         """
         num_ranks_with_grad = self._used.num_ranks_with_grad()
         for bucket in range(self.num_buckets):

@@ -124,7 +124,7 @@ def watch_norms(model: nn.Module, plan: Plan, elsewhere: Sequence[str] = ()) -> 
     parts = plan.batch_split.num_parts
     if plan.batch_norm == "sync":
         return SyncBatchNorms(model, elsewhere)
-    return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "refuse" and parts > 1 else [], parts)
+    return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "error" and parts > 1 else [], parts)
 
 
 def _lazy_problems(model: nn.Module) -> list[Problem]:

@@ -48,7 +48,7 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     skip_nan: int = 0,
-    same_batches: str = "refuse",
+    same_batches: str = "error",
     drift_check: int = DRIFT_CHECK,
     tensor: Mapping[str, str] | None = None,
 ) -> TrainStep:
@@ -70,7 +70,7 @@ def parallelize(
     seed          seeds torch's generator, differently on each data index
     skip_nan      how many steps in a row may be skipped because the global loss, or with `clip` the norm, is not
                   finite; one more raises TrainingError
-    same_batches  "refuse": raise TaskError where all data ranks train on the same batches, three different ones in a
+    same_batches  "error": raise TaskError where all data ranks train on the same batches, three different ones in a
                   row; "allow": never raise. Batches of a `Feed` always differ
     tensor        with tp > 1: pattern of module names -> how its weights are split, such as {"*.up": "column"}; see
                   `docs/tensor-axis.md`

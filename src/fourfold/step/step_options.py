@@ -12,7 +12,7 @@ class StepOptions(NamedTuple):
     clip: float | None = None
     seed: int = 0
     skip_nan: int = 0
-    same_batches: str = "refuse"
+    same_batches: str = "error"
     drift_check: int = DRIFT_CHECK
     tensor: Mapping[str, str] = {}
 

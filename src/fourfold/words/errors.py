@@ -92,7 +92,6 @@ _PLACES_OF_OTHERS = {
     "zero=1, zero=2 or zero=3": "fsdp sharding_strategy deepspeed zero_optimization",
     "batch_norm=sync": "sync_batchnorm sync_bn sync_batch_norm",
     "unused=allow": "find_unused_parameters",
-    "residual=split": "context_parallel",
     "ema=0.999, its decay": "use_ema",
     "microbatches=N, the parts of a batch": "micro_batch_size",
     "callback=early_stopping": "patience early_stopping",

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fourfold.axes.tensor.attach.module_specs import module_specs
-from fourfold.axes.tensor.attach.tensor_axis import model_layout, model_residual
+from fourfold.axes.tensor.attach.tensor_axis import model_layout, model_sequence_parallel
 from fourfold.axes.tensor.rules.layout import TensorLayout
-from fourfold.axes.tensor.rules.residual import ResidualLayout, block_traffic, is_in
 from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, block_traffic, is_in
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.words.layout import Change
@@ -40,12 +40,12 @@ EMBEDDING, HEAD = (Change.ALL_REDUCE, NOTHING), ("depends on the loss", Change.A
 def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str:
     """The split layers of a model, and what the first tensor rank holds of all its parameters."""
     layout = model_layout(model, rules, plan.tensor_spec)
-    residual = model_residual(model, layout, plan.residual)
+    split = model_sequence_parallel(model, layout, plan.sequence_parallel)
     rows: dict[tuple[str, ...], int] = {}
     for name, style in layout.styles.items():
         module = model.get_submodule(name)
-        in_block = any(is_in(name, each) for each in residual.blocks)
-        forward, backward = _sent(style, module, in_block=in_block, splits_tokens=bool(residual.blocks))
+        in_block = any(is_in(name, each) for each in split.blocks)
+        forward, backward = _sent(style, module, in_block=in_block, splits_tokens=bool(split.blocks))
         shapes = [NOTHING, NOTHING]  # of a GroupNorm without a weight
         if shards := layout.shards.get(f"{name}.weight"):
             shapes = [" × ".join(map(str, shape)) for shape in (shards[0].shape, shards[0].local_shape)]
@@ -60,7 +60,7 @@ def format_tensor(model: nn.Module, rules: Mapping[str, str], plan: Plan) -> str
     text = "tensor   layers that are split; all others are whole on every rank\n" + indent(lines)
     if losses := _loss_lines([row for row in rows if row[-2:] in (HEAD, HEAD_BY_TOKENS)]):
         text += "\n\n" + indent(losses)
-    return f"{text}\n\n{_format_residual(model, layout, residual, plan)}" if residual.blocks else text
+    return f"{text}\n\n{_format_sequence_parallel(model, layout, split, plan)}" if split.blocks else text
 
 
 def _numberless(name: str) -> str:
@@ -85,11 +85,11 @@ def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: boo
     return (SENT_BY_TOKENS if in_block else SENT)[style]
 
 
-def _format_residual(model: nn.Module, layout: TensorLayout, residual: ResidualLayout, plan: Plan) -> str:
+def _format_sequence_parallel(model: nn.Module, layout: TensorLayout, split: SequenceParallelLayout, plan: Plan) -> str:
     """What a rank sends for the blocks whose residuals are split."""
     modules, rows = module_specs(model), dict[tuple[str, ...], int]()
-    for block in residual.blocks:
-        found = block_traffic(block, modules, layout.styles, residual, plan.tp)
+    for block in split.blocks:
+        found = block_traffic(block, modules, layout.styles, split, plan.tp)
         element_bytes = _element_bytes(model.get_submodule(block), plan)
         row = (_numberless(block), *(format_bytes(element_bytes * elements) for elements in found))
         rows[row] = rows.get(row, 0) + 1
@@ -98,10 +98,10 @@ def _format_residual(model: nn.Module, layout: TensorLayout, residual: ResidualL
         (name, f"× {count}" if count > 1 else "", split, whole, gradients)
         for (name, whole, split, gradients), count in rows.items()
     ]
-    entries, ends = (", ".join(sorted(each)) for each in (residual.entries, residual.exits))
+    entries, ends = (", ".join(sorted(each)) for each in (split.entries, split.exits))
     split = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
     lines = [split, *table_lines(table, "<<>>>")]
-    return "residual   what a rank sends for a block, in forward and backward\n" + indent(lines)
+    return "sequence parallelism   what a rank sends for a block, in forward and backward\n" + indent(lines)
 
 
 def _element_bytes(block: nn.Module, plan: Plan) -> int:

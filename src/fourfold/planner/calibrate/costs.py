@@ -85,7 +85,7 @@ def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
     ranks = turns.ranks
     crosses_hosts = ranks.num_hosts > 1
     has_gloo = not crosses_hosts and ranks.device.type == "cpu"
-    transports = ("by-host", "gloo") if has_gloo else ("by-host",)
+    transports = ("auto", "gloo") if has_gloo else ("auto",)
     for size in (each for each in range(2, ranks.size + 1) if ranks.size % each == 0):
         for transport in transports:
             # Over messages, what is sent decides: the largest bucket would take long and show nothing new.

@@ -97,7 +97,7 @@ class Cut(NamedTuple):
     cp: int = 1
     ring: str = ""
     ulysses: int = 1
-    residual: str = "whole"
+    sequence_parallel: bool = False
     precision: str = "keep"
 
     @classmethod
@@ -109,7 +109,7 @@ class Cut(NamedTuple):
             plan.cp,
             plan.ring if has_ring else "",
             plan.ulysses,
-            plan.residual if plan.tp > 1 else "whole",
+            plan.sequence_parallel and plan.tp > 1,
             plan.precision,
         )
 

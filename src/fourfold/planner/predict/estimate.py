@@ -269,7 +269,19 @@ def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: 
 
 
 ESTIMATE_ERROR = 0.12
-EDGE_FIELDS = ("pp", "dp", "cp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses", "residual", "precision")
+EDGE_FIELDS = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "interleave",
+    "edge",
+    "edge_density",
+    "ring",
+    "ulysses",
+    "sequence_parallel",
+    "precision",
+)
 edge_key = attrgetter(*EDGE_FIELDS)
 
 

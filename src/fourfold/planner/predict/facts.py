@@ -158,7 +158,7 @@ class FactsSource(Protocol):
         ...
 
     def facts(self, plan: Plan) -> ModelFacts:
-        """The facts for the plan's tp, cp, ring, ulysses, residual and precision. Raises PlanError."""
+        """The facts for the plan's tp, cp, ring, ulysses, sequence_parallel and precision. Raises PlanError."""
         ...
 
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:

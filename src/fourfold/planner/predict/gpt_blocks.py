@@ -10,7 +10,6 @@ two-byte precision (Korthikanti et al., 2205.05198, table 2).
 from typing import NamedTuple
 
 from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements, scores_per_index
-from fourfold.axes.tensor.rules.residual import SPLIT
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.facts import Collective, Operation, OperationKind
 from fourfold.planner.predict.gpt_specs import GptSize
@@ -41,9 +40,9 @@ class RankShape(NamedTuple):
         return self.tokens * self.size.width
 
     @property
-    def residual(self) -> float:
+    def hidden_here(self) -> float:
         """Elements of the hidden tensor outside of attention and MLP."""
-        return self.hidden / (self.plan.tp if self.plan.residual == SPLIT else 1)
+        return self.hidden / (self.plan.tp if self.plan.sequence_parallel else 1)
 
     @property
     def scores(self) -> float:
@@ -63,12 +62,12 @@ class RankShape(NamedTuple):
 def block_operations(rank: RankShape) -> tuple[Operation, ...]:
     h, t = rank.size.width, rank.plan.tp
     return (
-        _pointwise(rank, rank.residual, reads=1, writes=1),  # norm
+        _pointwise(rank, rank.hidden_here, reads=1, writes=1),  # norm
         _linear(rank, h, 3 * h // t),
         *_attention(rank),
         _linear(rank, h // t, h),
         _dropout_and_add(rank),
-        _pointwise(rank, rank.residual, reads=1, writes=1),  # norm
+        _pointwise(rank, rank.hidden_here, reads=1, writes=1),  # norm
         _linear(rank, h, 4 * h // t),
         _pointwise(rank, 4 * rank.hidden / t, reads=1, writes=1),  # bias and GELU
         _linear(rank, 4 * h // t, h),
@@ -80,7 +79,7 @@ def first_operations(rank: RankShape) -> tuple[Operation, ...]:
     moved = 2 * rank.hidden * rank.element_bytes
     return (
         Operation(OperationKind.LOOKUP, 0.0, moved, has_weight=True),
-        _pointwise(rank, rank.residual, reads=2, writes=1, mask=1),  # positions, dropout
+        _pointwise(rank, rank.hidden_here, reads=2, writes=1, mask=1),  # positions, dropout
     )
 
 
@@ -100,7 +99,7 @@ def _pointwise(rank: RankShape, num_elements: float, *, reads: int, writes: int,
 
 
 def _dropout_and_add(rank: RankShape) -> Operation:
-    return _pointwise(rank, rank.residual, reads=2, writes=1, mask=1)
+    return _pointwise(rank, rank.hidden_here, reads=2, writes=1, mask=1)
 
 
 def _linear(rank: RankShape, inner: int, columns: int) -> Operation:
@@ -151,7 +150,7 @@ def first_collectives(rank: RankShape) -> tuple[Collective, ...]:
     if rank.plan.tp == 1:
         return ()
     bytes_ = rank.hidden * rank.element_bytes
-    if rank.plan.residual == SPLIT:
+    if rank.plan.sequence_parallel:
         return (
             Collective("tp", Change.REDUCE_SCATTER, bytes_, 1, 0),
             Collective("tp", Change.ALL_GATHER, bytes_, 0, 1),
@@ -165,7 +164,7 @@ def last_collectives(rank: RankShape) -> tuple[Collective, ...]:
         return ()
     bytes_ = rank.hidden * rank.element_bytes
     scalars = Collective("tp", Change.ALL_REDUCE, rank.tokens * FLOAT32_BYTES, 3, 0)
-    if rank.plan.residual == SPLIT:
+    if rank.plan.sequence_parallel:
         gathers = Collective("tp", Change.ALL_GATHER, bytes_, 1, 1)
         return (gathers, Collective("tp", Change.REDUCE_SCATTER, bytes_, 0, 1), scalars)
     return (Collective("tp", Change.ALL_REDUCE, bytes_, 0, 1), scalars)
@@ -175,7 +174,7 @@ def _tensor_sums(rank: RankShape, times: int) -> tuple[Collective, ...]:
     if rank.plan.tp == 1:
         return ()
     bytes_ = rank.hidden * rank.element_bytes
-    if rank.plan.residual != SPLIT:
+    if not rank.plan.sequence_parallel:
         return (Collective("tp", Change.ALL_REDUCE, bytes_, times, times, times),)
     # Backward gathers the inputs again, for the gradients of weights (Korthikanti et al., section 4.2.2).
     return (
@@ -211,7 +210,7 @@ def block_saved_bytes(rank: RankShape) -> dict[str, float]:
     of each score two values and a mask.
     """
     e, t = rank.element_bytes, rank.plan.tp
-    outside = rank.residual * (4 * e + 2 * MASK_BYTES)
+    outside = rank.hidden_here * (4 * e + 2 * MASK_BYTES)
     inside = rank.hidden / t * 12 * e
     scores = 0.0 if rank.is_fused else rank.scores * rank.heads * (2 * e + MASK_BYTES)
-    return {"none": outside + inside + scores, "selective": outside + inside, "full": rank.residual * e}
+    return {"none": outside + inside + scores, "selective": outside + inside, "full": rank.hidden_here * e}

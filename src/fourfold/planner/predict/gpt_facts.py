@@ -15,7 +15,6 @@ from functools import cached_property
 
 from fourfold.axes.context.rules.layout import heads_problem
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
-from fourfold.axes.tensor.rules.residual import SPLIT
 from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
@@ -29,7 +28,7 @@ from fourfold.words.errors import PlanError, Problem
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ADAM = UpdateSpec(optimizer="Adam", num_states=(2,))
-FACT_FIELDS = ("tp", "cp", "ring", "ulysses", "residual", "precision")
+FACT_FIELDS = ("tp", "cp", "ring", "ulysses", "sequence_parallel", "precision")
 """The fields of a plan on which facts depend."""
 
 
@@ -134,9 +133,9 @@ class GptFacts:
             problems.append(problem)
         if problem := plan.context_spec.length_problem(self.length):
             problems.append(problem)
-        if plan.residual == SPLIT and self.length // plan.cp % plan.tp:
+        if plan.sequence_parallel and self.length // plan.cp % plan.tp:
             got = f"tp = {plan.tp}, {self.length // plan.cp} tokens on a rank"
-            problems.append(Problem(got, "tp to divide the tokens, with split residuals", 'residual = "whole"'))
+            problems.append(Problem(got, "tp to divide the tokens, with split residuals", "sequence_parallel = false"))
         if problems:
             raise PlanError(problems, where="the plan")
 
@@ -150,8 +149,8 @@ class GptFacts:
             dataclasses.replace(block, name=name, params=tuple(f"{name}.{each}" for each in shapes))
             for name, shapes in names
         )
-        is_scattered = self.scatter and plan.residual != SPLIT
-        boundary = rank.residual / (plan.tp if is_scattered else 1)
+        is_scattered = self.scatter and not plan.sequence_parallel
+        boundary = rank.hidden_here / (plan.tp if is_scattered else 1)
         return ModelFacts(
             _first(rank),
             blocks,
@@ -183,7 +182,7 @@ def _first(rank: RankShape) -> SegmentFacts:
         "",
         (EMBEDDING, POSITIONS),
         gpt_blocks.first_operations(rank),
-        _whatever_is_recomputed(rank.residual * MASK_BYTES),
+        _whatever_is_recomputed(rank.hidden_here * MASK_BYTES),
         gpt_blocks.first_collectives(rank),
     )
 
@@ -195,7 +194,7 @@ def _last(rank: RankShape) -> SegmentFacts:
         "",
         (EMBEDDING,),
         gpt_blocks.last_operations(rank),
-        _whatever_is_recomputed(rank.residual * rank.element_bytes + outputs * FLOAT32_BYTES),
+        _whatever_is_recomputed(rank.hidden_here * rank.element_bytes + outputs * FLOAT32_BYTES),
         gpt_blocks.last_collectives(rank),
         temporary_bytes=outputs * (FLOAT32_BYTES + rank.element_bytes),
     )

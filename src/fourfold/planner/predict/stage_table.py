@@ -17,7 +17,7 @@ from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.stage_seconds import ZERO, SegmentPricer, add_terms, at_speed, minus, plus
 
-SEGMENT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "residual", "precision", "recompute", "batch_norm")
+SEGMENT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision", "recompute", "batch_norm")
 PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
 SYNC = "sync"
 place_key, segment_key = attrgetter(*PLACE_FIELDS), attrgetter(*SEGMENT_FIELDS)

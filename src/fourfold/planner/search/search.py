@@ -27,7 +27,7 @@ from fourfold.planner.search.step_pricing import Pricing
 from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
-CUT_FIELDS = ("precision", "tp", "cp", "ulysses", "ring", "residual", "recompute")
+CUT_FIELDS = ("precision", "tp", "cp", "ulysses", "ring", "sequence_parallel", "recompute")
 RECOMPUTES = FIELD_RULES["recompute"].choices
 SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.axes.tensor.rules.residual import SPLIT, WHOLE
 from fourfold.plan.ask import Ask
 from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.check import combination_problems, model_trait_problems
@@ -114,7 +113,7 @@ def _data_sizes(space: Space, chosen: Fields) -> list[int]:
 def _microbatches(space: Space, chosen: Fields) -> list[int]:
     """Those that divide the samples of a data rank; statistics of a batch need it whole."""
     batch_norm = chosen.get("batch_norm", Plan().batch_norm)
-    is_whole = batch_norm == "sync" or (space.traits.batch_norms and batch_norm == "refuse")
+    is_whole = batch_norm == "sync" or (space.traits.batch_norms and batch_norm == "error")
     return [1] if is_whole or space.batch_size % chosen["dp"] else divisors(space.batch_size // chosen["dp"])
 
 
@@ -122,9 +121,9 @@ def _rings(_: Space, chosen: Fields) -> list[str]:
     return ["zigzag", "gather"] if chosen["cp"] > chosen["ulysses"] else ["zigzag"]
 
 
-def _residuals(space: Space, chosen: Fields) -> list[str]:
+def _sequence_parallel(space: Space, chosen: Fields) -> list[bool]:
     can_split = chosen["tp"] > 1 and space.tokens is not None and space.tokens % (chosen["cp"] * chosen["tp"]) == 0
-    return [WHOLE, SPLIT] if can_split else [WHOLE]
+    return [False, True] if can_split else [False]
 
 
 def _schedules(_: Space, chosen: Fields) -> list[str]:
@@ -172,7 +171,7 @@ CHOICES: dict[str, Callable[[Space, Fields], Sequence[Any]]] = {
     "dp": _data_sizes,
     "ulysses": lambda _, chosen: divisors(chosen["cp"]),
     "ring": _rings,
-    "residual": _residuals,
+    "sequence_parallel": _sequence_parallel,
     "microbatches": _microbatches,
     "recompute": lambda space, _: space.recomputes,
     "schedule": _schedules,

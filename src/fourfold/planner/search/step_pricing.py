@@ -144,7 +144,7 @@ def host_order(cluster: Cluster, kinds: Sequence[int]) -> tuple[int, ...]:
 # ---- step pricing --------------------------------------------------------------------------------------------------
 
 
-FACTS_FIELDS = ("tp", "cp", "ring", "ulysses", "residual", "dims", "precision")
+FACTS_FIELDS = ("tp", "cp", "ring", "ulysses", "sequence_parallel", "dims", "precision")
 WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
 

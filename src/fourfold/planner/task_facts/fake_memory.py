@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.pipeline.work.chain import StageMap
-from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitResidual, StageEnd
+from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitTokens, StageEnd
 from fourfold.axes.pipeline.work.knowledge import Knowledge
 from fourfold.axes.pipeline.work.recording import Recorder, Recording
 from fourfold.axes.pipeline.work.stand_in import OUTPUT, Source, StandInUsed
-from fourfold.axes.tensor.rules.residual import WHOLE
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
@@ -65,7 +64,7 @@ def record_memory(fake: FakeModel, num_samples: int, recompute: str) -> MemoryRe
 def _recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
     """What a step installs for these blocks: see `_find_recomputed` in `step/assembly.py`."""
     group: TensorGroup = SingleRankTensorGroup(CommMeter(), META)
-    if recompute == "full" and fake.plan.residual == WHOLE:
+    if recompute == "full" and not fake.plan.sequence_parallel:
         group = fake.laid_out.group
     return Recompute(fake.model, blocks if recompute != "none" else (), group, selective=recompute == "selective")
 
@@ -333,8 +332,8 @@ class FakeRank:
     def _gates(self, stage: int) -> Gates:
         laid_out = self._fake.laid_out
         region = laid_out.region or SplitRegion(laid_out.group)
-        residual = SplitResidual(laid_out.residual.entries, region)
-        gates = Gates(self._fake.model, self._known, stage, residual, torch.device(META))
+        split_tokens = SplitTokens(laid_out.sequence_parallel.entries, region)
+        gates = Gates(self._fake.model, self._known, stage, split_tokens, torch.device(META))
         gates.set_metadata(self._recorded.described)
         return gates
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.pipeline.work.tied import replace_by_copy
-from fourfold.axes.tensor.attach.tensor_axis import model_layout, model_residual
-from fourfold.axes.tensor.rules.residual import ResidualLayout
+from fourfold.axes.tensor.attach.tensor_axis import model_layout, model_sequence_parallel
+from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout
 from fourfold.axes.tensor.work.cut import cut_model
-from fourfold.axes.tensor.work.residual import split_residual
+from fourfold.axes.tensor.work.sequence_parallel import split_tokens
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.model.batch import POSITION_KEYS, has_token_dim, unpack_batch
@@ -86,16 +86,16 @@ def with_bounds(error: StepNeedsValues, bounds: Bounds) -> TaskError:
 
 
 class LaidOutModel(NamedTuple):
-    """`region`: of the tensor axis; None: the model is whole. `residual`: where its hidden tensors are split."""
+    """`region`: of the tensor axis; None: the model is whole. `sequence_parallel`: where tokens are split."""
 
     model: nn.Module
     group: FakeTensorGroup
     region: SplitRegion | None
-    residual: ResidualLayout = ResidualLayout()
+    sequence_parallel: SequenceParallelLayout = SequenceParallelLayout()
 
 
 def lay_out(task: Task, plan: Plan) -> LaidOutModel:
-    """The model for a plan's tp, residual and precision. Raises PlanError or TaskError."""
+    """The model for a plan's tp, sequence_parallel and precision. Raises PlanError or TaskError."""
     model = try_meta_model(task)
     if model is None or not all(p.is_meta for p in model.parameters()):
         got = "a model that cannot be made on the meta device"
@@ -112,11 +112,11 @@ def lay_out(task: Task, plan: Plan) -> LaidOutModel:
 
 def _cut(model: nn.Module, rules: Mapping[str, str], plan: Plan, group: FakeTensorGroup) -> LaidOutModel:
     layout = model_layout(model, rules, plan.tensor_spec)
-    residual = model_residual(model, layout, plan.residual)
+    split = model_sequence_parallel(model, layout, plan.sequence_parallel)
     region = SplitRegion(group)
     cut_model(InitialModel(model), layout, region, FakeTensorRanks(), lambda name: True)
-    split_residual(model, residual, region)
-    return LaidOutModel(model, group, region, residual)
+    split_tokens(model, split, region)
+    return LaidOutModel(model, group, region, split)
 
 
 def _cast(model: nn.Module, precision: str) -> None:

@@ -18,7 +18,6 @@ from fourfold.axes.context.rules.layout import heads_problem
 from fourfold.axes.pipeline.rules.division import StageSpec
 from fourfold.axes.pipeline.work.chain import Chain, find_chain, is_behind, map_stages, tied_parameters
 from fourfold.axes.tensor.rules.dims import TensorSpec
-from fourfold.axes.tensor.rules.residual import WHOLE
 from fourfold.feed.data_input import open_data
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
@@ -245,7 +244,7 @@ def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) ->
 # ---- all variants ----------------------------------------------------------------------------------------------------
 
 
-VARIANT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "residual", "precision")
+VARIANT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision")
 
 
 class TaskFacts:
@@ -310,7 +309,7 @@ class TaskFacts:
         return FakeBatch(inputs, targets, None if positions is None else positions.shape[1])
 
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:
-        tensor = plan.tensor_spec._replace(residual=WHOLE)  # of hidden tensors, not of parameters
+        tensor = plan.tensor_spec._replace(sequence_parallel=False)  # of hidden tensors, not of parameters
         key = (tensor, plan.stage_spec)
         if key not in self._specs:
             if tensor not in self._whole_specs:

@@ -28,7 +28,7 @@ from fourfold.torch_kit.torch_private import are_transforms_active
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.rank_groups import format_groups
 
-POLICIES = ("refuse", "allow")
+POLICIES = ("error", "allow")
 # So many different batches that are the same on all ranks are no accident.
 MAX_SAME_BATCHES = 3
 # At most so many batches are compared if ranks never differ: one batch repeated, or nothing to compare.
@@ -137,7 +137,7 @@ class DuplicateBatches:
         if policy not in POLICIES:
             need = " or ".join(f'"{each}"' for each in POLICIES)
             raise SettingError(Problem(f'same_batches = "{policy}"', need))
-        self.num_left = MAX_COMPARED if policy == "refuse" and len(data_ranks) > 1 else 0
+        self.num_left = MAX_COMPARED if policy == "error" and len(data_ranks) > 1 else 0
         """How many batches are compared from now on, at most."""
         self._data_ranks, self._is_log_rank = data_ranks, is_log_rank
         self._seen: list[int] = []

@@ -51,7 +51,7 @@ class ContextGroup:
 
 
 def connect_context(
-    comm: Communicator, meter: CommMeter, *, ring: str = "zigzag", ulysses: int = 1, transport: str = "by-host"
+    comm: Communicator, meter: CommMeter, *, ring: str = "zigzag", ulysses: int = 1, transport: str = "auto"
 ) -> ContextGroup:
     """This rank's context group. Collective among the ranks of `comm`: those of one sequence (`world.along("cp")`).
 

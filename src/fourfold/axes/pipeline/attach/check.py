@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.axes.pipeline.attach.rehearsal import NEED, DividedModel, Rehearsal, buffers_of
-from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitResidual
+from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitTokens
 from fourfold.axes.pipeline.work.recording import Recorder, Recording
 from fourfold.axes.pipeline.work.values import attributes_of, take_apart, without_caches
 from fourfold.comm.communicator import Communicator
@@ -49,9 +49,9 @@ class PipelineCheck:
         objective: Objective,
         pipeline: PipelineAxis,
         world: Communicator,
-        residual: SplitResidual,
+        split_tokens: SplitTokens,
     ) -> None:
-        self._world, self._residual, self.known = world, residual, pipeline.known
+        self._world, self._split_tokens, self.known = world, split_tokens, pipeline.known
         stages = pipeline.stages
         own = stages.stages_at(pipeline.place)
         self._divided = DividedModel(model, pipeline.skeleton, objective, stages, own, world.device)
@@ -61,7 +61,9 @@ class PipelineCheck:
     def make_gates(self, stage: int) -> Gates:
         """The gates of a stage of this rank."""
         elsewhere = self._elsewhere(stage)
-        return Gates(self._divided.model, self.known, stage, self._residual, self._world.device, elsewhere=elsewhere)
+        return Gates(
+            self._divided.model, self.known, stage, self._split_tokens, self._world.device, elsewhere=elsewhere
+        )
 
     def carried_by(self, stage: int) -> Carried:
         """What a stage receives and sends for itself and for later ones, besides its input and output."""
@@ -132,7 +134,7 @@ class PipelineCheck:
 
     def _run_among_tensor_ranks(self, batch: Any) -> list[Problem]:
         """A rank that fails tells the other tensor ranks at their next collective, so none waits for it."""
-        region = self._residual.region
+        region = self._split_tokens.region
         group = CheckedTensorGroup(region.group, self._world.device)
         has_failed = True
         try:

@@ -11,7 +11,7 @@ SYNCHRONOUS_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "sync": (("step",), "gradients that are summed for every batch"),
     "codec": (("none",), "gradients that are summed as they are: those of several batches are under way"),
     "precision": (("keep", "bf16"), "updates that no overflow of another stage can stop"),
-    "unused": (("refuse",), "a gradient of every parameter in every batch"),
+    "unused": (("error",), "a gradient of every parameter in every batch"),
     "offload": (("none",), "optimizer states on the device: updates run between forwards"),
 }
 

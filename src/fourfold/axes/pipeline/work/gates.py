@@ -93,7 +93,7 @@ class TokenRegion(Protocol):
         """End a pass through the blocks of this stage."""
 
 
-class SplitResidual(NamedTuple):
+class SplitTokens(NamedTuple):
     """Where tensor ranks begin to hold some tokens of hidden tensors: the modules at whose entry; empty: nowhere.
 
     Stages send each other these tokens only. How many there are altogether, a stage sees of the stand-ins.
@@ -114,14 +114,14 @@ class Gates:
         model: nn.Module,
         known: Knowledge,
         stage: int,
-        residual: SplitResidual,
+        split_tokens: SplitTokens,
         device: torch.device,
         *,
         elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         stages = known.stages
         self.stage, self._model, self._learned = stage, model, known
-        self._residual, self._device = residual, device
+        self._split_tokens, self._device = split_tokens, device
         blocks, names = stages.blocks[stage], stages.chain.blocks
         self._replaced = [*stages.chain.before, *names[: blocks.start]] if stage else []
         own = [*([] if stage else stages.chain.before), *names[blocks.start : blocks.stop]]
@@ -301,9 +301,9 @@ class Gates:
         def gate(*args: Any, **kwargs: Any) -> Any:
             source = Source(OUTPUT, name, calls.get(name, 0))
             calls[name] = source.call + 1
-            if name in self._residual.entries:
+            if name in self._split_tokens.entries:
                 hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
-                self._residual.region.begin_tokens(hidden)
+                self._split_tokens.region.begin_tokens(hidden)
             return self._filled(source, given.get(source))
 
         return gate
@@ -378,4 +378,4 @@ class Gates:
 
     def end_tokens(self) -> None:
         """A forward or a backward of this stage has ended: the next one may have other tokens."""
-        self._residual.region.end_tokens()
+        self._split_tokens.region.end_tokens()

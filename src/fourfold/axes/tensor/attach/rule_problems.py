@@ -140,7 +140,7 @@ class RuleProblems:
         what = f"fails where the model is cut ({error})" if error else "is not the whole model's"
         got = f"a loss that {what}, though the outputs are the same: it reads weights or features that are split"
         need = "a loss of outputs, targets, and what whole layers return"
-        tokens = 'residual = "whole" if it reads tokens, ' if self._splits_tokens else ""
+        tokens = "sequence_parallel = false if it reads tokens, " if self._splits_tokens else ""
         return Problem(got, need, f"{tokens}no rule for the layers that it reads, or tp = 1")
 
     def state(self, buffers: Sequence[str]) -> Problem:
@@ -205,7 +205,7 @@ class RuleProblems:
     @property
     def _other_plan(self) -> str:
         """What makes the split go away that may be wrong."""
-        return 'residual = "whole"' if self._splits_tokens else "tp = 1"
+        return "sequence_parallel = false" if self._splits_tokens else "tp = 1"
 
     def _no_rule(self, before: str | None) -> str:
         return f'no rule for "{generalized(before)}"' if before else "no rule for the layers before it"

@@ -15,9 +15,9 @@ from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
 from fourfold.axes.tensor.attach.whole_model import copy_structure
 from fourfold.axes.tensor.rules.dims import TensorSpec, dims_on_axis
 from fourfold.axes.tensor.rules.layout import TensorLayout, tensor_layout
-from fourfold.axes.tensor.rules.residual import SPLIT, ResidualLayout, residual_layout
+from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, sequence_parallel_layout
 from fourfold.axes.tensor.work.cut import cut_model
-from fourfold.axes.tensor.work.residual import split_residual
+from fourfold.axes.tensor.work.sequence_parallel import split_tokens
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
@@ -36,7 +36,7 @@ class TensorAxis(NamedTuple):
     all_shards  empty for a model that is not cut
     region      through which the layers reach the other ranks
     structure   the modules of the whole model; without weights where it has been cut
-    residual    where hidden tensors are split over tokens; empty: nowhere
+    sequence_parallel  where hidden tensors are split over tokens; empty: nowhere
     """
 
     all_shards: Mapping[str, Sequence[TensorShard]]
@@ -44,7 +44,7 @@ class TensorAxis(NamedTuple):
     ranks: Communicator
     region: SplitRegion
     structure: nn.Module
-    residual: ResidualLayout = ResidualLayout()
+    sequence_parallel: SequenceParallelLayout = SequenceParallelLayout()
 
     @classmethod
     def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
@@ -60,7 +60,7 @@ class TensorAxis(NamedTuple):
     @property
     def splits_tokens(self) -> bool:
         """Whether hidden tensors are split over tokens somewhere."""
-        return bool(self.residual.blocks)
+        return bool(self.sequence_parallel.blocks)
 
     @property
     def split_params(self) -> frozenset[str]:
@@ -106,18 +106,18 @@ def place_shards(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -
     return shards if spec.size > 1 else {}
 
 
-def model_residual(model: nn.Module, layout: TensorLayout, residual: str) -> ResidualLayout:
+def model_sequence_parallel(model: nn.Module, layout: TensorLayout, splits_tokens: bool) -> SequenceParallelLayout:
     """Where hidden tensors are split over tokens, in a model that is not cut. Raises PlanError if they cannot be.
 
-    residual  the plan's
+    splits_tokens  the plan's `sequence_parallel`
     """
-    return residual_layout(module_specs(model), layout.styles) if residual == SPLIT else ResidualLayout()
+    return sequence_parallel_layout(module_specs(model), layout.styles) if splits_tokens else SequenceParallelLayout()
 
 
 def check_rules(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) -> None:
     """Raise PlanError if a model cannot be split as the plan says."""
     if place_shards(model, rules, spec):
-        model_residual(model, model_layout(model, rules, spec), spec.residual)
+        model_sequence_parallel(model, model_layout(model, rules, spec), spec.sequence_parallel)
 
 
 def cut(
@@ -143,10 +143,10 @@ def cut(
         place_shards(model, rules, spec)
         return TensorAxis.whole(model, ranks, meter)
     layout = model_layout(model, rules, spec)
-    split = model_residual(model, layout, spec.residual)
+    split = model_sequence_parallel(model, layout, spec.sequence_parallel)
     structure = copy_structure(model)
     group = make_tensor_group(ranks, "tensor", meter, choice=transport)
     region = SplitRegion(group)
     cut_model(initial, layout, region, ranks, is_own)
-    split_residual(model, split, region)
+    split_tokens(model, split, region)
     return TensorAxis(layout.shards, group, ranks, region, structure, split)

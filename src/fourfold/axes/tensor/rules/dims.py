@@ -33,12 +33,12 @@ _WORD = re.compile(r"(?P<name>[^\W\d]\w*):(?P<axis>\w+)")
 
 
 class TensorSpec(NamedTuple):
-    """The tensor axis of a plan: its size, `dims`, `residual`, and `ulysses`, which divides its local heads."""
+    """The tensor axis of a plan: size, `dims`, `sequence_parallel`, and `ulysses`, which divides local heads."""
 
     size: int
     dims: str = ""
     ulysses: int = 1
-    residual: str = "whole"
+    sequence_parallel: bool = False
 
 
 # ---- the plan's field ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ column   output features are split; in backward the gradient of the input is sum
 row      input features are split; in forward the product is computed where the other ranks read it, and summed; where
          sums travel, chunk by chunk
 tokens   the second-last dim of a tensor; a rank's are one range of it, the last ranks' are fewer, or none
-rows     the part of a tensor that has this rank's tokens, where residuals are split (`axes/tensor/rules/residual.py`)
+rows     the part of a tensor that has this rank's tokens, with sequence parallelism (`rules/sequence_parallel.py`)
 whole    the tensor with all tokens
 Law: outside of regions all ranks compute the same, bit for bit; a tensor is entered once, however many layers use it.
 Values and gradients of a layer are those of `F.linear`, with the sums of the region.
@@ -448,7 +448,7 @@ class SplitRegion:
 def _check_dims(hidden: Tensor, where: str) -> None:
     if hidden.ndim < 2:
         got, need = f"{list(hidden.shape)} for {where}", "a hidden tensor [..., tokens, features]"
-        raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
+        raise TaskError(Problem(got, need, "sequence_parallel = false"), where="the tensor axis")
 
 
 def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str) -> None:
@@ -457,7 +457,7 @@ def _check_rows(rows: Tensor, length: int | None, group: TensorGroup, where: str
         tokens = "none" if length is None else f"{stop - start} of {length}"
         got = f"{rows.shape[-2]} tokens for {where}, where this rank should have {tokens}"
         need = "the first block before the others, and between blocks only what works on each token independently"
-        raise TaskError(Problem(got, need, 'residual = "whole"'), where="the tensor axis")
+        raise TaskError(Problem(got, need, "sequence_parallel = false"), where="the tensor axis")
 
 
 def gather_last_dim(tensor: Tensor, group: TensorGroup, length: int) -> Tensor:

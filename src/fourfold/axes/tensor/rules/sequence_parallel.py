@@ -1,4 +1,4 @@
-"""Split residuals: where a tensor rank holds some of the tokens of a model, inferred from its modules.
+"""Sequence parallelism: where a tensor rank holds some of the tokens of a model, inferred from its modules.
 
 block      a numbered module that holds split layers; blocks of one list follow each other
 container  the module around column layers inside a block: it gets all tokens, and so do the layers in it
@@ -23,15 +23,12 @@ from fourfold.axes.tensor.rules.rules import ModuleSpec, Style
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes
 
-# ---- split residuals -----------------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------------------------
+
+KEEP_WHOLE = "sequence_parallel = false"
 
 
-WHOLE, SPLIT = "whole", "split"
-RESIDUALS = (WHOLE, SPLIT)
-KEEP_WHOLE = f'residual = "{WHOLE}"'
-
-
-class ResidualLayout(NamedTuple):
+class SequenceParallelLayout(NamedTuple):
     """What modules do where residuals are split, by name. All empty where residuals are whole.
 
     rows    row layers whose sum is split over tokens
@@ -46,7 +43,7 @@ class ResidualLayout(NamedTuple):
     blocks: tuple[str, ...] = ()
 
 
-def residual_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) -> ResidualLayout:
+def sequence_parallel_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) -> SequenceParallelLayout:
     """Where residuals are split, in a model of these modules with these rules. Raises PlanError, all problems at once.
 
     styles  by module: the style of its rule
@@ -65,7 +62,7 @@ def residual_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) 
     tokenwise += [module for each in lists for module in each.norms]
     exits = {each.end.name: each.end for each in lists}
     summed = {module.name for module in (*tokenwise, *exits.values()) if module.parameters}
-    return ResidualLayout(
+    return SequenceParallelLayout(
         entries=frozenset(each.members[0].name for each in lists),
         containers=frozenset(containers),
         exits=frozenset(exits),
@@ -104,7 +101,7 @@ def _blocks(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> tuple[list
     blocks = [m.name for m in modules if m.name in found and not any(_is_inside(m.name, outer) for outer in found)]
     if not blocks and not problems:
         need = "numbered blocks, as those of nn.ModuleList, with column layers in their submodules"
-        problems.append(Problem(f'residual = "{SPLIT}" and a model without blocks', need, KEEP_WHOLE))
+        problems.append(Problem("sequence_parallel = true and a model without blocks", need, KEEP_WHOLE))
     return blocks, problems
 
 
@@ -121,7 +118,7 @@ def _is_numbered(name: str) -> bool:
 
 def _container_problem(column: str, container: str, modules: Sequence[ModuleSpec]) -> Problem:
     class_name = next((module.class_name for module in modules if module.name == container), "") or "block"
-    got = f'residual = "{SPLIT}" and the column layer {generalized(column)} directly in the block, a {class_name}'
+    got = f"sequence_parallel = true and the column layer {generalized(column)} directly in the block, a {class_name}"
     need = "a module around it inside of the block, such as an MLP: at its entry the tokens are gathered"
     return Problem(got, need, KEEP_WHOLE)
 
@@ -133,10 +130,13 @@ def _layer_problems(
     for block in blocks:
         for module in inside[block]:
             if styles.get(module.name) is Style.VOCABULARY:
-                got = f'residual = "{SPLIT}" and "{Style.VOCABULARY}" for {generalized(module.name)}, inside of a block'
+                rule = f'"{Style.VOCABULARY}" for {generalized(module.name)}'
+                got = f"sequence_parallel = true and {rule}, inside of a block"
                 yield Problem(got, "a vocabulary before the first block, or behind the last", KEEP_WHOLE)
             elif module.name in styles and module.kind in (*CONVOLUTIONS, "group_norm"):
-                got = f'residual = "{SPLIT}" and {generalized(module.name)}, a {module.class_name}, inside of a block'
+                got = (
+                    f"sequence_parallel = true and {generalized(module.name)}, a {module.class_name}, inside of a block"
+                )
                 yield Problem(got, "hidden tensors [..., tokens, features], which have no channels", KEEP_WHOLE)
 
 
@@ -190,7 +190,9 @@ def _list_problems(each: _List, modules: Sequence[ModuleSpec]) -> Iterable[Probl
     for member in each.members:
         has_parameters = any(module.parameters for module in modules if is_in(module.name, member.name))
         if member.name not in each.blocks and member.kind != "norm" and has_parameters:
-            got = f'residual = "{SPLIT}" and {member.name}, a {member.class_name} without split layers between blocks'
+            got = (
+                f"sequence_parallel = true and {member.name}, a {member.class_name} without split layers between blocks"
+            )
             yield Problem(got, "split layers in each block from the first to the last", KEEP_WHOLE)
 
 
@@ -207,7 +209,7 @@ class BlockTraffic(NamedTuple):
 
 
 def block_traffic(
-    block: str, modules: Sequence[ModuleSpec], styles: Mapping[str, Style], layout: ResidualLayout, tp: int
+    block: str, modules: Sequence[ModuleSpec], styles: Mapping[str, Style], layout: SequenceParallelLayout, tp: int
 ) -> BlockTraffic:
     """What a block of `layout` costs on `tp` ranks."""
     inside = [module for module in modules if is_in(module.name, block)]
@@ -229,7 +231,7 @@ def block_traffic(
     )
 
 
-def _container(column: str, layout: ResidualLayout) -> str:
+def _container(column: str, layout: SequenceParallelLayout) -> str:
     return next((name for name in layout.containers if is_in(column, name)), parent_name(column))
 
 

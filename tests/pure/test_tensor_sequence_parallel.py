@@ -6,8 +6,13 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from fourfold.axes.tensor.rules.layers import resolve_layers
-from fourfold.axes.tensor.rules.residual import BlockTraffic, ResidualLayout, block_traffic, residual_layout
 from fourfold.axes.tensor.rules.rules import ModuleSpec, Style
+from fourfold.axes.tensor.rules.sequence_parallel import (
+    BlockTraffic,
+    SequenceParallelLayout,
+    block_traffic,
+    sequence_parallel_layout,
+)
 from fourfold.words.errors import PlanError
 
 WEIGHT, VECTOR = {"weight": (8, 8)}, {"weight": (8,)}
@@ -29,8 +34,8 @@ def styles_of(model: Model, rules: Mapping[str, str]) -> dict[str, Style]:
     return {layer.module.name: layer.rule.style for layer in layers}
 
 
-def layout(model: Model, rules: Mapping[str, str]) -> ResidualLayout:
-    return residual_layout(specs(model), styles_of(model, rules))
+def layout(model: Model, rules: Mapping[str, str]) -> SequenceParallelLayout:
+    return sequence_parallel_layout(specs(model), styles_of(model, rules))
 
 
 def block(name: str, *layers: str) -> dict[str, tuple[str, Mapping[str, tuple[int, ...]]]]:
@@ -151,7 +156,7 @@ def test_layers_outside_of_blocks_stay_as_they_are():
 def test_what_cannot_be_split_is_rejected(model, rules, message):
     with pytest.raises(PlanError, match=message) as error:
         layout(model, rules)
-    assert 'residual = "whole"' in str(error.value)
+    assert "sequence_parallel = false" in str(error.value)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -43,7 +43,7 @@ from tests.simulated.test_tensor_axis import (
 
 
 def split_plan(**fields: Any) -> Plan:
-    return Plan(residual="split", bucket_bytes=8000, **fields)
+    return Plan(sequence_parallel=True, bucket_bytes=8000, **fields)
 
 
 def language_step(plan: Plan, comm: Any, model: nn.Module | None = None, **options: Any) -> TrainStep:
@@ -289,18 +289,18 @@ def test_evaluation_and_sampling_are_those_of_the_whole_model(without_dry_run):
 def test_a_layer_sends_what_the_formula_says(tp, without_dry_run):
     B, L, D, size = 4, 16, 32, 8
 
-    def sent(layers: int, residual: str) -> float:
+    def sent(layers: int, *, splits: bool) -> float:
         def body(comm):
             with SEED_LOCK:
                 model = lm.LanguageModel(width=D, layers=layers, heads=4, kv_heads=4).double()
-            plan = Plan(tp=tp, residual=residual, transport="gloo", bucket_bytes=2**20)
+            plan = Plan(tp=tp, sequence_parallel=splits, transport="gloo", bucket_bytes=2**20)
             return language_step(plan, comm, model)(tokens(B)[0]).sent_bytes
 
         (found,) = set(threads.run(tp, body))
         return found
 
     unit, norms = B * L * D * size * (tp - 1) / tp, 2 * D * size * 2 * (tp - 1) / tp
-    whole, split = (sent(2, residual) - sent(1, residual) for residual in ("whole", "split"))
+    whole, split = (sent(2, splits=each) - sent(1, splits=each) for each in (False, True))
     assert (whole, split) == (8 * unit, 10 * unit + norms)
 
 
@@ -360,11 +360,11 @@ def test_a_gathered_tensor_is_freed_with_its_module():
         output.sum().backward()
 
 
-def saved_bytes(layers: int, tp: int, residual: str, *, length: int = 16) -> int:
+def saved_bytes(layers: int, tp: int, *, splits: bool, length: int = 16) -> int:
     def body(comm):
         with SEED_LOCK:
             model = lm.LanguageModel(width=32, layers=layers, heads=4, kv_heads=4).double()
-        step = language_step(Plan(tp=tp, residual=residual), comm, model)
+        step = language_step(Plan(tp=tp, sequence_parallel=splits), comm, model)
         with step.unsharded(), torch.enable_grad(), recording_saved(excluded=step.model.parameters()) as saved:
             logits = step.model(**tokens(4, length=length)[0][0])
         assert logits.requires_grad
@@ -376,7 +376,7 @@ def saved_bytes(layers: int, tp: int, residual: str, *, length: int = 16) -> int
 def test_hidden_tensors_are_saved_split():
     B, L, D, size = 4, 16, 32, 8
     for tp in (2, 4):
-        whole, split = (saved_bytes(2, tp, each) - saved_bytes(1, tp, each) for each in ("whole", "split"))
+        whole, split = (saved_bytes(2, tp, splits=each) - saved_bytes(1, tp, splits=each) for each in (False, True))
         hidden = B * L * D * size
         # A block saves, of each of two norms, the input, the input times its scale, the scales, and the output, which
         # is the input of a column layer.
@@ -482,7 +482,7 @@ def test_tokens_that_mix_between_blocks_are_named():
     message = raised(lambda: Shifting(1), split_plan(tp=2), MIXER_RULES, features())
     assert "blocks.0.shift (Shift) returns outputs that are not the whole model's" in message
     assert "need what works on each token independently" in message
-    assert 'try residual = "whole"' in message
+    assert "try sequence_parallel = false" in message
 
 
 def test_a_block_with_parameters_of_its_own():
@@ -585,8 +585,8 @@ def test_hidden_tensors_without_tokens_are_rejected():
 
 
 def test_impossible_plans_are_rejected_before_processes_start():
-    with pytest.raises(PlanError, match='residual = "split" with tp = 1'):
-        preflight(task(lambda: Shifting(0), MIXER_RULES), Plan(residual="split"))
+    with pytest.raises(PlanError, match="sequence_parallel = true with tp = 1"):
+        preflight(task(lambda: Shifting(0), MIXER_RULES), Plan(sequence_parallel=True))
     preflight(task(lambda: Shifting(0), MIXER_RULES), split_plan(tp=2))
     blocks_of_layers = task(lambda: nn.Sequential(MLP(), MLP()), {"*.up": "column", "*.down": "row"})
     with pytest.raises(PlanError, match=r"the column layer \*\.up directly in the block, a MLP"):

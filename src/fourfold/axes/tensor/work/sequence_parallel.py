@@ -1,7 +1,7 @@
 """Split residuals: modules of a user's model at whose entry or exit hidden tensors are split over tokens, or gathered.
 
 hidden  the first floating-point tensor among the arguments of a module, or of what it returns
-role    what a module does, as `axes/tensor/rules/residual.py` has inferred
+role    what a module does, as `axes/tensor/rules/sequence_parallel.py` has inferred
 Law: a module keeps its object, its name and its base class, and its own forward sees no difference but the tokens of
 the hidden tensor. Gradients of parameters that work on some tokens are summed in the module that has them: so it does
 not matter around which modules a checkpoint stands.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from fourfold.axes.tensor.rules.residual import ResidualLayout
+from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout
 from fourfold.axes.tensor.work.layers import SplitLayer, summed_gradients
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.words.errors import Problem, TaskError
@@ -37,14 +37,14 @@ class Role(NamedTuple):
     sums: bool
 
 
-class ResidualModule(nn.Module):
+class SequenceParallelModule(nn.Module):
     """Mixed into the class of any module."""
 
-    residual_region: SplitRegion
-    residual_role: Role
+    token_region: SplitRegion
+    token_role: Role
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        role, region = self.residual_role, self.residual_region
+        role, region = self.token_role, self.token_region
         if role.splits:
             split = functools.partial(region.split_tokens, where=role.name)
             args, kwargs = _replace_argument(args, kwargs, split, role.name)
@@ -64,21 +64,21 @@ class ResidualModule(nn.Module):
         return output
 
 
-def split_residual(model: nn.Module, layout: ResidualLayout, region: SplitRegion) -> None:
+def split_tokens(model: nn.Module, layout: SequenceParallelLayout, region: SplitRegion) -> None:
     """Make modules split and gather hidden tensors. Their layers are split already."""
     for name in layout.entries | layout.containers | layout.exits | layout.summed:
         module = model.get_submodule(name)
-        module.__class__ = _residual_class(type(module))
-        residual = cast(ResidualModule, module)
+        module.__class__ = _sequence_parallel_class(type(module))
+        entered = cast(SequenceParallelModule, module)
         places = (layout.entries, layout.containers, layout.exits, layout.summed)
-        residual.residual_region, residual.residual_role = region, Role(name, *(name in place for place in places))
+        entered.token_region, entered.token_role = region, Role(name, *(name in place for place in places))
     for name in layout.rows:
         cast(SplitLayer, model.get_submodule(name)).splits_tokens = True
 
 
 @functools.cache
-def _residual_class(base: type[nn.Module]) -> type[nn.Module]:
-    return cast(type[nn.Module], type(f"Residual{base.__name__}", (ResidualModule, base), {}))
+def _sequence_parallel_class(base: type[nn.Module]) -> type[nn.Module]:
+    return cast(type[nn.Module], type(f"TokenSplit{base.__name__}", (SequenceParallelModule, base), {}))
 
 
 def _replace_argument(
@@ -99,7 +99,9 @@ def _replace_hidden(values: Iterable[Any], function: Function, what: str) -> lis
     values = list(values)
     hidden = next((each for each in values if isinstance(each, Tensor) and each.is_floating_point()), None)
     if hidden is None:
-        problem = Problem(f"{what} no floating-point tensor", "the hidden tensor of the tokens", 'residual = "whole"')
+        problem = Problem(
+            f"{what} no floating-point tensor", "the hidden tensor of the tokens", "sequence_parallel = false"
+        )
         raise TaskError(problem, where="the tensor axis")
     new = function(hidden)
     return [new if each is hidden else each for each in values]
