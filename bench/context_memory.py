@@ -110,7 +110,7 @@ def context_parallel(
 
 
 def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
-    """What `step/assembly.py` and `parts/comm` allocate on GPUs; the hooks that fill the slots are the real ones."""
+    """What `step/assembly.py` and `comm` allocate on GPUs; the hooks that fill the slots are the real ones."""
     named = dict(model.named_parameters())
     rest = RESTING_LAYOUTS[zero if size > 1 else 0]
     split = rest.state == SPLIT

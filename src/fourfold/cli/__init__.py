@@ -1,4 +1,4 @@
-"""Floor 7: the command line, `fourfold …`. Importing this package imports next to nothing: the command begins here."""
+"""The command line, `fourfold …`. Importing this package imports next to nothing: the command begins here."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """File store: a torch.distributed store in a file, for the ranks of one host. Its folder admits only this user.
 
 Law: of packages, this file imports torch only. Scripts of `fourfold run` that make a process group need it, and to
-import all of `parts.comm` would cost 0.2 to 0.5 s on a busy machine.
+import all of `comm` would cost 0.2 to 0.5 s on a busy machine.
 """
 
 from collections import Counter

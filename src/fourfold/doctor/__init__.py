@@ -1,1 +1,1 @@
-"""Floor 6: this machine: what was found, what it means for training, what to fix."""
+"""This machine: what was found, what it means for training, what to fix."""

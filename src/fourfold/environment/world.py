@@ -3,7 +3,7 @@
 rank        number among all processes
 local_rank  number among the processes of this host
 cores       processors this process may use: its CPU affinity, limited by the quota of a container
-Law: reading the environment has no effect; `parts/comm` joins the processes.
+Law: reading the environment has no effect; `comm` joins the processes.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Floor 2: the data plane: sources, and how batches are fed from them."""
+"""The data plane: sources, and how batches are fed from them."""

@@ -1,1 +1,1 @@
-"""Floor 6: starts ranks, restarts them, finds the one that hangs."""
+"""Starts ranks, restarts them, finds the one that hangs."""

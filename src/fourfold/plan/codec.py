@@ -6,7 +6,7 @@ entry    of a sparse message: a value and its index, 16 bits within a block of 6
 dense    consecutive slots that a sparse message sends whole, because a threshold over so few elements means nothing
 Law: the length of a message is known before the first step, and counts every byte: indices and scales too.
 
-A codec is one row of `CODECS` and one file in `parts/codec`.
+A codec is one row of `CODECS` and one file in `comm/codec`.
 
 Sources: Vogels et al., "PowerSGD" (2019), Alg. 1; Gupta et al., "Training Recommender Systems at Scale:
 Communication-Efficient Model and Data Parallelism" (2021), Alg. 1 (DCT).

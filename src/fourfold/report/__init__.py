@@ -1,1 +1,1 @@
-"""Floor 4: what a person sees of a run."""
+"""What a person sees of a run."""

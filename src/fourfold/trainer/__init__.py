@@ -1,1 +1,1 @@
-"""Floor 5: a run of a task, from start to end: settings, loop, folder, log, callbacks, heartbeat, trace, stops."""
+"""A run of a task, from start to end: settings, loop, folder, log, callbacks, heartbeat, trace, stops."""

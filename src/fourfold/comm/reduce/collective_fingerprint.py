@@ -1,7 +1,7 @@
 """Collective fingerprints: ranks say which collective call they are in, and compare.
 
 call         one collective call of a program: its name and step, such as "evaluate() after step 6"; a step's call also
-             carries the optimizer's options on a second line (see `parts.optim.option_tracker`)
+             carries the optimizer's options on a second line (see `optim.option_tracker`)
 board        where the ranks of a host write their calls, a ring buffer in shared memory
 fingerprint  48 bits of a call's hash, which a float64 holds exactly
 Law: no weight changes and nothing is returned before all ranks are known to be in the same call.

@@ -222,7 +222,7 @@ class GroupWeights(WholeWeights):
         super().__init__(comm.size)
         self._communicator, self._sharded, self._meter = comm, sharded, meter
         self.unshards_params = unshards_params
-        self._miss_report_group = comm.get_group(range(comm.size), "pleas") if unshards_params else None
+        self._miss_report_group = comm.get_group(range(comm.size), "miss reports") if unshards_params else None
         self._pending: dict[int, AsyncResult] = {}  # in program order
 
     def can_gather(self) -> bool:
