@@ -16,8 +16,8 @@ from typing import NamedTuple
 from bench.resnet_facts import ResNetFacts
 from fourfold.plan.lowering import lower
 from fourfold.plan.lr_schedule import LRSchedule
+from fourfold.plan.param_spec import UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
 from fourfold.planner.predict.cluster_file import load_cluster
 from fourfold.planner.predict.roofline import RooflinePrices

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
 from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.facts import ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.words.errors import PlanError, Problem
 

@@ -21,7 +21,7 @@ from fourfold.planner.predict.cluster_file import (
     read_table,
 )
 from fourfold.words.errors import PlanError, Problem
-from fourfold.words.quantities import UNITS, Dimension, read_quantity
+from fourfold.words.units import UNITS, Dimension, read_quantity
 
 
 def table() -> dict:

@@ -15,12 +15,11 @@ from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CODECS
 from fourfold.plan.lowering import NO_RECORD, StepRecord, effective_layouts, lower
 from fourfold.plan.memory import HostRanks
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology, group_hosts
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE
 from fourfold.words.mesh import Mesh
@@ -309,7 +308,7 @@ import sys, time
 from fourfold.plan.lowering import lower
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.update_spec import UpdateSpec
+from fourfold.plan.param_spec import UpdateSpec
 from fourfold.plan.topology import Topology
 specs = [ParamSpec(f"layer.{number}", (1024, 1024), "float32", 4) for number in range(100)]
 topology = Topology.regular(hosts=128, ranks_per_host=8)

@@ -19,13 +19,11 @@ def _forget_the_files() -> Iterator[None]:
 
 # Where a step's parts are chosen, and where what cannot be carried out is refused.
 CHOOSES_OR_REFUSES = {
-    *("assembly", "stage_assembly", "wrapper_assembly"),
+    *("assembly", "stage_assembly", "distributed_optimizer"),
     *("model_checks", "argument_checks", "memory_bound"),
 }
 # What else there depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
-    "distributed_optimizer.py isinstance DistributedOptimizer": "refuses to be wrapped again",
-    "distributed_optimizer.py optional Communicator": "public: the ranks, where they are joined already",
     "sdpa_interception.py isinstance DocumentMask": "a mask that a user gives, and that attends by itself",
 }
 RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
@@ -100,13 +98,12 @@ SEES_THE_PLAN = {
     "step/argument_checks.py": "refuses what is no plan, or none for a wrapped optimizer",
     "step/assembly.py": "makes the parts of a rank",
     "proof/digests/build.py": "compares the plans of the ranks",
-    "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`",
+    "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`; makes its parts",
     "step/memory_bound.py": "counts what a run needs, before its processes start",
     "step/model_checks.py": "refuses what does not go with a model",
     "step/parallelize.py": "public: `parallelize(…, plan)`",
     "step/stage_assembly.py": "makes the parts of a stage",
     "step/train_step.py": "public: `TrainStep.plan`",
-    "step/wrapper_assembly.py": "makes the parts of a wrapped optimizer",
 }
 # The rooms of lowering and of a step, without what describes plans.
 SEEN_BY_A_STEP = ("plan", "axes/*/rules", "axes/*/work", "axes/*/attach", "comm", "optim", "torch_kit")

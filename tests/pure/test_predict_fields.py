@@ -6,10 +6,10 @@ from typing import NamedTuple
 import pytest
 
 from fourfold.plan.lowering import lower
+from fourfold.plan.param_spec import UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.topology import Topology
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.prediction import Prediction

@@ -13,11 +13,10 @@ from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.topology import Topology
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.collectives import BucketCollectives
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.memory import predict_memory

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from fourfold.comm import host_shared_memory
-from fourfold.comm.communicator import Communicator, _RankProcess, host_id
+from fourfold.comm.communicator import Communicator, _RankProcess, gather_topology, host_id, topology_along
 from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import make_ring
-from fourfold.comm.topology import gather_topology, topology_along
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
 from fourfold.testing import threads

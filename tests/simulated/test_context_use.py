@@ -18,7 +18,7 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import RingOverSharedMemory
 from fourfold.testing import threads
 from fourfold.torch_kit import memory
-from fourfold.torch_kit.splitmix64 import GOLDEN_GAMMA
+from fourfold.torch_kit.fingerprint import GOLDEN_GAMMA
 from fourfold.words.errors import DivergenceError, PeerError, PlanError, TrainingError
 from tests import attention_oracle
 from tests.attention_oracle import TOLERANCE, AttentionCase

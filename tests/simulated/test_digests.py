@@ -17,7 +17,7 @@ import fourfold as ff
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import TensorSource
 from fourfold.proof.digests import build
-from fourfold.proof.digests.structure import function_items, model_items
+from fourfold.proof.digests.build import function_items, model_items
 from fourfold.proof.digests.table import TABLE
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep

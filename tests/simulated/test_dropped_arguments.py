@@ -16,8 +16,8 @@ from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.model.torch_losses import observing
 from fourfold.plan.plan import Plan
 from fourfold.proof.float64_mode import Float64Mode
-from fourfold.proof.weight_write_tracker import WeightWriteTracker
-from fourfold.step.activation_bytes import _LayerInputMode
+from fourfold.proof.weight_write_check import WeightWriteTracker
+from fourfold.step.memory_bound import _LayerInputMode
 from fourfold.step.meta_model import _SkipRandomInit
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

@@ -15,7 +15,7 @@ from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult
 from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.plan.plan import Plan
-from fourfold.proof.check_config import (
+from fourfold.proof.checks import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
     WEAKEST_SEQUENCE_CHECK,

@@ -17,7 +17,7 @@ from fourfold.model.loss_function import UserLoss
 from fourfold.model.objective import Objective
 from fourfold.plan.plan import Plan
 from fourfold.proof import first_batch, loss_check
-from fourfold.proof.check_config import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
+from fourfold.proof.checks import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

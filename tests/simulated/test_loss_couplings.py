@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.plan.plan import Plan
-from fourfold.proof.loss_additivity import LossComparison
+from fourfold.proof.loss_check import LossComparison
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.step.step_programs import StepPrograms
 from fourfold.words.program import Verb
 

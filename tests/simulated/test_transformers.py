@@ -14,7 +14,7 @@ from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.model.transformers_attention import ATTENTION_NAME
 from fourfold.plan.plan import Plan
-from fourfold.proof.check_config import STRICTEST_SEQUENCE_CHECK
+from fourfold.proof.checks import STRICTEST_SEQUENCE_CHECK
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -16,7 +16,7 @@ from fourfold.cli.arguments import KEY_VALUE
 from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.quantities import Dimension, read_quantity
+from fourfold.words.units import Dimension, read_quantity
 
 WHERE = "fourfold plan"
 GPT = "gpt"

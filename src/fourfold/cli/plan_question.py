@@ -22,11 +22,10 @@ from fourfold.environment.imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text, is_left_open
 from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.facts import FactsSource, ModelFacts
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.workload import Workload

@@ -33,8 +33,12 @@ from fourfold.comm.polling import wait_until
 from fourfold.comm.process_group_lifecycle import ProcessGroupRegistry
 from fourfold.environment.processes import is_alive, this_process
 from fourfold.environment.world import World
+from fourfold.plan.topology import Topology
 from fourfold.words.errors import PEER_GONE_MESSAGES, PeerError
 from fourfold.words.mesh import Axis, Mesh
+
+# ---- communicator --------------------------------------------------------------------------------------------------
+
 
 PROCESS_EXIT_GRACE_SECONDS = 1.0  # a process's sockets close a moment before it is gone
 
@@ -265,3 +269,24 @@ def host_id() -> str:
     if not boot_id.exists():
         return f"process {os.getpid()}"
     return f"{boot_id.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+# ---- the topology of this job --------------------------------------------------------------------------------------
+
+
+def topology_along(world: Communicator, topology: Topology, some: Communicator) -> Topology:
+    """The topology of some ranks of a world, whose own topology is known."""
+    return topology.restricted_to(world.ranks.index(rank) for rank in some.ranks)
+
+
+def gather_topology(comm: Communicator) -> Topology:
+    """The hosts of all ranks of a communicator, and whether the ranks of each can share memory. Collective."""
+    machine = platform.machine()
+    unsupported = "" if sys.platform == "linux" and machine == "x86_64" else f"{sys.platform}, {machine}"
+    said = comm.all_gather_json([comm.host, unsupported])
+    causes = [
+        f"shared memory needs Linux on x86-64, rank {rank} is not ({cause})"
+        for rank, (_, cause) in enumerate(said)
+        if cause
+    ]
+    return Topology(tuple(host for host, _ in said), comm.device.type, causes[0] if causes else "")

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator, gather_topology
 from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.polling import wait_until
 from fourfold.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
-from fourfold.comm.topology import gather_topology
 from fourfold.torch_kit import memory
 from fourfold.words.errors import PeerError, Problem
 

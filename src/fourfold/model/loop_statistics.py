@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.batch_norm import uses_batch_stats
-from fourfold.model.batch_statistics import BatchNormCall, Synced, batch_norms, intercept_batch_norm
+from fourfold.model.batch_statistics import BatchNormCall, Synced, batch_norms, intercept_batch_norm, uses_batch_stats
 from fourfold.model.sync_batch_norm import BACKWARD_END, StatisticsExchange
 from fourfold.plan.batch_norm import SYNC
 from fourfold.torch_kit.torch_private import BatchNormBase

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from fourfold.axes.data.work.flat_params import NO_SHARDS, param_specs
 from fourfold.model.weights import trainable_parameters
 from fourfold.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.torch_kit import mixed_precision
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fourfold.model.draw_slices import DrawSlice, DrawSlices
 from fourfold.model.sdpa_interception import DROPOUT_FUNCTIONS, AttentionCall, intercept_attention
 from fourfold.torch_kit import generators
-from fourfold.torch_kit.splitmix64 import GOLDEN_GAMMA
+from fourfold.torch_kit.fingerprint import GOLDEN_GAMMA
 from fourfold.torch_kit.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
 

@@ -17,8 +17,7 @@ from fourfold.plan.plan import VERSION, Plan, candidate_meshes
 from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, plan_problems, to_builtin
 from fourfold.words.errors import PlanError, Problem, closest_match
 from fourfold.words.mesh import AXES, Mesh
-from fourfold.words.quantities import Dimension, read_quantity
-from fourfold.words.units import write_bytes
+from fourfold.words.units import Dimension, read_quantity, write_bytes
 
 # ---- ask -----------------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,9 @@ from fourfold.axes.pipeline.rules.schedules import schedule_problems
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.model_traits import TRAIT_FIELDS, ModelTraits, trait_problems
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import Problem
 
 

@@ -34,12 +34,11 @@ from fourfold.plan.memory import (
     has_unbucketed_grads,
     host_memory_use,
 )
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
 from fourfold.plan.step_programs import NO_RECORD, Programs, StepRecord
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts, num_host_shards
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT
 from fourfold.words.program import Action, Verb

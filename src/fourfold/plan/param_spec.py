@@ -3,12 +3,40 @@
 name, shape  of the global tensor: the same on every rank and every mesh
 shard        the part of it that a place of the tensor axis holds; the ranks of one place hold the same
 Law: everything that is known about a parameter without its values is here, and nothing here depends on the data axis.
+Law: plain data, so that code with torch can describe the optimizer to code without it.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from fourfold.plan.tensor_shard import TensorShard
+
+# ---- update spec ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """How gradients are clipped, and what the optimizer is.
+
+    optimizer              the name of its class
+    is_layerwise           its update needs the norms of whole parameters
+    num_states             by parameter group: tensors of optimizer state per parameter; needed to count memory
+    full_precision_params  the parameters that are computed and updated in their own dtype, whatever the precision
+    """
+
+    clip: float | None = None
+    optimizer: str = "the optimizer"
+    is_layerwise: bool = False
+    num_states: tuple[int, ...] = ()
+    full_precision_params: frozenset[str] = frozenset()
+
+    def waits_for_norm(self, precision: str) -> bool:
+        """Whether updates wait for the norm of all gradients: for a clip, or to know whether they are finite."""
+        return self.clip is not None or precision == "fp16"
+
+
+# ---- parameter specs -----------------------------------------------------------------------------------------------
 
 
 class ParamSpec(NamedTuple):

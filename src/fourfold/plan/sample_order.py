@@ -16,6 +16,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+# ---- order names ---------------------------------------------------------------------------------------------------
+
+ORDERS = ("global", "windowed")
+
+
+# ---- sample order --------------------------------------------------------------------------------------------------
+
+
 ORDER_VERSION = 1
 PLAIN_ORDERS = ("global", "in order")  # those that depend on nothing but the number of samples
 UNSHUFFLED = 0  # stands for the version of the order where samples come as the source has them

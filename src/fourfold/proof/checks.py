@@ -4,8 +4,10 @@ check    a question that a batch answers, such as whether the tensor ranks toget
 report   what one rank has found, as JSON; all ranks judge the reports of all
 learned  what a check has shown, as JSON. It is kept with the state of a run: one that goes on with the same model,
          code, plan, packages and kind of batch takes it over and computes nothing
+strictest  the configuration that proves most; a dry run falls back on the next one where a configuration is unavailable
 Law: TaskError is raised on every rank or on none. An exception of a rank's own model is raised on that rank, and a
 TaskError on the others.
+Law: all ranks run the same configuration, so its memory must be there on every one of them.
 """
 
 import contextlib
@@ -13,13 +15,82 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import torch
+from torch import nn
 
 from fourfold.comm.communicator import Communicator
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.proof.digests.table import digest
 from fourfold.torch_kit import memory
 from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+# ---- configuration -------------------------------------------------------------------------------------------------
+
+_WEIGHTS = {"free": "random weights", "near": "weights near the model's own", "own": "the model's own weights"}
+
+
+class CheckConfig(NamedTuple):
+    """The dtype (None: the model's), the weights (a key of `_WEIGHTS`), and whether gradients are compared."""
+
+    dtype: torch.dtype | None
+    weights: str
+    has_gradients: bool
+
+    def __str__(self) -> str:
+        dtype = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return f"in {dtype}, with {_WEIGHTS[self.weights]}{'' if self.has_gradients else ', without gradients'}"
+
+
+STRICTEST_SEQUENCE_CHECK = CheckConfig(torch.float64, "free", True)
+SEQUENCE_CHECKS = (STRICTEST_SEQUENCE_CHECK, CheckConfig(torch.float64, "near", True), CheckConfig(None, "free", True))
+WEAKEST_SEQUENCE_CHECK = CheckConfig(None, "own", False)
+STRICTEST_LOSS_CHECK = CheckConfig(torch.float64, "near", True)
+LOSS_CHECKS = (STRICTEST_LOSS_CHECK, CheckConfig(torch.float64, "own", True), CheckConfig(None, "own", True))
+
+
+class CheckUnavailable(Exception):
+    """A model cannot be checked with one configuration. Another one may work."""
+
+
+class MemoryFit(NamedTuple):
+    """Whether weights and gradients of the dry run fit into memory: in float64, and in the model's dtype."""
+
+    fits_float64: bool = True
+    fits_model_dtype: bool = True
+
+
+def find_memory_fit(
+    model: nn.Module, device: torch.device, *, num_local_ranks: int, num_activations: int = 0
+) -> MemoryFit:
+    """Whether a dry run fits into the free memory of this device, which `num_local_ranks` ranks share.
+
+    `num_activations` is how many numbers autograd keeps of a forward.
+    """
+    elements = sum(p.numel() for p in model.parameters())
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # The weights and their gradients.
+    float64_bytes = 2 * 8 * elements + 8 * num_activations
+    return fit_of_bytes(float64_bytes, 2 * weight_bytes, device, num_local_ranks=num_local_ranks)
+
+
+def fit_of_bytes(
+    float64_bytes: int, model_dtype_bytes: int, device: torch.device, *, num_local_ranks: int
+) -> MemoryFit:
+    """Whether so many bytes of each rank fit into the free memory of this device, which `num_local_ranks` share."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "cpu":
+        free = psutil.virtual_memory().available
+    else:
+        return MemoryFit()
+    return MemoryFit(float64_bytes * num_local_ranks <= free, model_dtype_bytes * num_local_ranks <= free)
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
 
 QUIET_SECONDS = 2.0
 Report = dict[str, Any]

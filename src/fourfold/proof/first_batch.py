@@ -20,15 +20,12 @@ from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import Objective
 from fourfold.plan.batch_split import BatchSplit
-from fourfold.proof.check_config import STRICTEST_LOSS_CHECK, MemoryFit, find_memory_fit
-from fourfold.proof.checks import Learned, Report, raise_problems
+from fourfold.proof.checks import STRICTEST_LOSS_CHECK, Learned, MemoryFit, Report, find_memory_fit, raise_problems
 from fourfold.proof.forward_comparison import ForwardComparison, compiled_problem, first_sample
-from fourfold.proof.forward_state import differing_across_ranks
+from fourfold.proof.forward_state import differing_across_ranks, sample_dependence_problems
 from fourfold.proof.grad_hook_check import hook_problems
-from fourfold.proof.loss_additivity import LossComparison
-from fourfold.proof.loss_check import CheckResult, check_loss
+from fourfold.proof.loss_check import CheckResult, LossComparison, check_loss
 from fourfold.proof.preserve_module import preserve_module
-from fourfold.proof.state_problems import sample_dependence_problems
 from fourfold.proof.weight_write_check import WeightWriteCheck
 from fourfold.torch_kit.param_access import explain_transform_errors
 from fourfold.torch_kit.tensor_tree import tree_map

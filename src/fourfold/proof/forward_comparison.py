@@ -30,18 +30,16 @@ from fourfold.plan.batch_split import BatchSplit
 from fourfold.proof.forward_state import (
     StateChanges,
     differing_across_forwards,
-    moved_state,
-    preserve_state,
-    summarize_changes,
-)
-from fourfold.proof.loss_additivity import LossComparison, compare_losses
-from fourfold.proof.loss_probes import probe_loss, probe_model_loss
-from fourfold.proof.preserve_module import preserve_module
-from fourfold.proof.state_problems import (
     forward_count_problems,
     loss_state_problem,
+    moved_state,
+    preserve_state,
     sample_dependence_problems,
+    summarize_changes,
 )
+from fourfold.proof.loss_check import LossComparison, compare_losses
+from fourfold.proof.loss_probes import probe_loss, probe_model_loss
+from fourfold.proof.preserve_module import preserve_module
 from fourfold.proof.weight_write_check import WeightWriteCheck
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.words.errors import Problem

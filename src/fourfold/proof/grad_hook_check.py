@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.model.fixed_random import without_randomness
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.state_problems import format_names
 from fourfold.torch_kit.torch_private import tensor_hooks
+from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 
 # The sizes of the random gradients: a hook's bound or threshold lies between two of them.

@@ -22,9 +22,8 @@ from fourfold.axes.tensor.work.split_logits import whole_logits
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.loss_sum import is_uneven, with_others
 from fourfold.model.objective import ForwardResult
-from fourfold.proof.float64_mode import Float64Mode
-from fourfold.proof.float64_operands import WidenOperandsMode
-from fourfold.proof.loss_additivity import LossComparison, compare_losses
+from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
+from fourfold.proof.loss_check import LossComparison, compare_losses
 from fourfold.proof.random_weights import cast_real
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 

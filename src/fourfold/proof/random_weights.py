@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.proof.check_config import CheckConfig
+from fourfold.proof.checks import CheckConfig
 from fourfold.torch_kit.torch_private import DisableTorchFunction
 
 # A prime: no dim of a weight is a multiple of it, so no two rows of a weight are equal.

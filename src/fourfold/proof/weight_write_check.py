@@ -2,18 +2,199 @@
 
 read-only  weights that forward may not write at all: a write would be lost, or several ranks would make it
 untracked  a write without a torch function: it cannot be undone
+write      a torch function that changes a tensor in place, where the tensor shares elements with a parameter; even if
+           the values stay the same, as with a clamp
+saved      the elements of a parameter before its first write
+renorm     a lookup in an embedding that shortens rows (`max_norm`)
 Law: writes that pass this check are still compared between samples and numbers of forwards (`forward_comparison.py`).
+Law: inside the mode, a parameter is saved before a torch function writes into it.
+
+A write without a torch function, such as through numpy, is not seen here; fingerprints of the weights reveal it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fourfold.model.weights import Weights
 from fourfold.plan.check import ReadOnlyReason
-from fourfold.proof.state_problems import EDIT_ADVICE, describe_trained
-from fourfold.proof.weight_write_tracker import WeightWriteTracker, fingerprint_params
+from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.fingerprint import fingerprints
+from fourfold.torch_kit.param_access import untracked_access
+from fourfold.torch_kit.tensor_tree import tree_leaves
+from fourfold.torch_kit.torch_private import (
+    DisableTorchFunction,
+    has_memory,
+    is_operator,
+    is_view,
+    version_of,
+    written_arguments,
+)
+from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
+
+EDIT_ADVICE = "writing after the step, inside step.edit()"
+
+
+def describe_trained(names: Sequence[str]) -> str:
+    return f"{'the trained weight' if len(names) == 1 else 'the trained weights'} {format_names(names)}"
+
+
+# ---- tracker -------------------------------------------------------------------------------------------------------
+
+_AUGMENTED = "add sub mul matmul truediv floordiv mod and or xor lshift rshift pow"
+_INPLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _AUGMENTED.split())})
+# Their names end in _, but they write no elements.
+_NON_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+_EMBEDDING_FUNCTIONS = (F.embedding, F.embedding_bag)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _SavedParam(NamedTuple):
+    data: Tensor
+    """The parameter's memory: restoring gives it the same memory again."""
+    value: Tensor
+
+
+class WeightWriteTracker(TorchFunctionMode):
+    """Records the writes of this thread into a model's parameters."""
+
+    def __init__(self, model: nn.Module, *, not_restored: Collection[str] = (), counts_renorms: bool = True) -> None:
+        """`not_restored`: parameters that are not saved. `counts_renorms`: whether a renorm counts as a write."""
+        super().__init__()
+        self._not_restored, self._counts_renorms = not_restored, counts_renorms
+        self._saved: dict[str, _SavedParam] = {}
+        self.written: set[str] = set()
+        """The names of the parameters that were written."""
+        with untracked_access():
+            self._parameters = dict(model.named_parameters())
+            self._versions = {name: version_of(p) for name, p in self._parameters.items()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = restore_arguments(func, args, kwargs or {})
+        # The compiler traces a mode, and could not compile what follows.
+        if not torch.compiler.is_compiling():
+            for target in filter(_may_alias_param, _write_targets(func, args, kwargs)):
+                self._record_write(target, is_renorm=func in _EMBEDDING_FUNCTIONS)
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def _record_write(self, target: Tensor, *, is_renorm: bool) -> None:
+        with untracked_access():
+            for name in self._overlapping_params(target):
+                if not is_renorm or self._counts_renorms:
+                    self.written.add(name)
+                if name not in self._saved and name not in self._not_restored:
+                    data = self._parameters[name].data
+                    self._saved[name] = _SavedParam(data, data.clone())
+
+    def _overlapping_params(self, target: Tensor) -> list[str]:
+        """The names of the parameters that share elements with a tensor."""
+        same = [name for name, p in self._parameters.items() if p is target]
+        # Tensors inside a transform of torch.func have no memory of their own.
+        if same or not has_memory(target):
+            return same
+        return [name for name, p in self._parameters.items() if has_memory(p) and _overlap(p, target)]
+
+    @torch.no_grad()
+    def changes(self) -> Mapping[str, Tensor]:
+        """Fingerprints of the parameters that were written and have other elements than before, by name."""
+        with untracked_access():
+            now = {name: self._parameters[name].data for name in self.written & self._saved.keys()}
+            changed = {name: p for name, p in now.items() if not is_identical(p, self._saved[name].value)}
+            numbers = fingerprints(list(changed.values()))
+        # In two halves: a fingerprint may exceed an int64.
+        halves = [[number >> 32, number & 0xFFFFFFFF] for number in numbers]
+        return {name: torch.tensor(half) for name, half in zip(changed, halves, strict=True)}
+
+    def frozen_writes(self) -> list[tuple[str, Tensor, Tensor]]:
+        """The frozen parameters that were written: names, elements now and before."""
+        with untracked_access():
+            frozen = [name for name in self.written & self._saved.keys() if not self._parameters[name].requires_grad]
+            return [(name, self._parameters[name].data, self._saved[name].value) for name in sorted(frozen)]
+
+    def replaced_storage(self) -> list[str]:
+        """The names of the parameters that have another storage than before."""
+        with untracked_access():
+            pairs = [(name, self._parameters[name].data, saved.data) for name, saved in self._saved.items()]
+        return [name for name, now, before in pairs if now.data_ptr() != before.data_ptr()]
+
+    def untracked_writes(self) -> list[str]:
+        """The names of the parameters whose version changed without a write that was recorded."""
+        with untracked_access():
+            recorded = self.written | self._saved.keys()
+            now = {name: version_of(p) for name, p in self._parameters.items() if name not in recorded}
+        return [name for name, version in now.items() if version != self._versions[name]]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the parameters that were saved."""
+        with untracked_access():
+            for name, (data, value) in self._saved.items():
+                self._parameters[name].data = data
+                if not is_identical(data, value):
+                    data.copy_(value)
+
+
+def fingerprint_params(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """A fingerprint of each parameter, by name."""
+    with untracked_access():
+        return dict(zip(parameters, fingerprints(list(parameters.values())), strict=True))
+
+
+def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call writes."""
+    if kwargs.get("out") is not None:
+        yield from tree_leaves(kwargs["out"])
+    if is_operator(func):
+        for index, name in written_arguments(func):
+            yield from tree_leaves(args[index] if index < len(args) else kwargs.get(name))
+        return
+    if func in _EMBEDDING_FUNCTIONS:
+        if kwargs.get("max_norm") is not None:
+            yield from tree_leaves(args[1] if len(args) > 1 else kwargs.get("weight"))
+        return
+    name = getattr(func, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__") and name not in _NON_WRITING
+    if ends or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True or (name == "__set__" and func == _SET_DATA):
+        yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
+
+
+def _may_alias_param(tensor: Tensor) -> bool:
+    """Whether a tensor may share elements with a parameter. A result of autograd does so only if it is a view."""
+    with DisableTorchFunction():
+        return tensor.grad_fn is None or is_view(tensor)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (first, last), (start, end) = _address_range(a), _address_range(b)
+    return first < end and start < last
+
+
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and the address after its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def is_identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same elements; NaN equals NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+# ---- check ---------------------------------------------------------------------------------------------------------
 
 
 class WeightWriteCheck:

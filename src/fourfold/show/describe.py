@@ -17,8 +17,7 @@ from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, layout_changes
 from fourfold.axes.pipeline.show import format_pipeline
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.tensor.show import format_tensor
-from fourfold.model.batch_norm import uses_batch_stats
-from fourfold.model.batch_statistics import batch_norms
+from fourfold.model.batch_statistics import batch_norms, uses_batch_stats
 from fourfold.model.model_specs import update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.batch_norm import statistics_sent_bytes

@@ -1,38 +1,222 @@
 """DistributedOptimizer: a torch optimizer whose gradients are averaged over the ranks while backward runs.
 
-complete  when `backward()` returns, every `.grad` holds the mean over the ranks
-round     one backward that reduces, on all ranks
+complete     when `backward()` returns, every `.grad` holds the mean over the ranks
+round        one backward that reduces, on all ranks
+active rank  one that still has data; a rank that has none left adds zeros to the reductions of the others
 Law: on every rank, the wrapped optimizer does what it would do on one device with the mean gradient.
+Law: each function makes one part. What a plan, an optimizer or the number of ranks asks for is decided here, once.
+Law: a round is over for all ranks when no rank is active. Ranks that are active in one round have the same optimizer
+options, or all of them raise DivergenceError.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.comm import init
-from fourfold.comm.communicator import Communicator
-from fourfold.model.memory_formats import shape_and_strides
+from fourfold.axes.data.work.flat_params import param_specs
+from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.comm import init, transports
+from fourfold.comm.communicator import Communicator, gather_topology, topology_along
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.divergence_report import divergence_error, with_options
+from fourfold.comm.reduce.protocol import WorldChannel, spec_of_request
+from fourfold.model.batch_statistics import batch_norms, make_exchange
+from fourfold.model.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
+from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
+from fourfold.model.memory_formats import MemoryFormats, shape_and_strides
 from fourfold.model.weights import trainable_parameters
+from fourfold.optim.option_tracker import OptionTracker
 from fourfold.optim.user_optimizer import check_options
 from fourfold.plan.intervals import DRIFT_CHECK
+from fourfold.plan.lowering import lower
+from fourfold.plan.param_spec import UpdateSpec
 from fourfold.plan.plan import Plan
+from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import check_same_build
+from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step import argument_checks
 from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
+from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_proxy import OptimizerProxy
-from fourfold.step.uneven_inputs import EvenInputs, Rounds, UnevenInputs
-from fourfold.step.unreduced_grads import UnreducedGrads
-from fourfold.step.wrapper_assembly import make_averager, make_checks, make_statistics, make_steps
+from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
+from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
+from fourfold.step.wrapper_checks import WrapperChecks
 from fourfold.torch_kit.checkpoints import is_in_reentrant_backward
 from fourfold.torch_kit.grad_hooks import register_last_hook
 from fourfold.torch_kit.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
+from fourfold.words.program import LOSS
+
+# ---- uneven inputs -------------------------------------------------------------------------------------------------
+
+# The kind of scalar that counts the active ranks. The kind LOSS is free: losses belong to the user's loop. A rank that
+# has read this sum knows that all ranks are in the same call.
+ACTIVE_RANKS = LOSS
+
+
+class Rounds(Protocol):
+    """What ranks compare in a round, and what its sums are divided by."""
+
+    def begin_round(self, number: int) -> None:
+        """Round `number` of this rank begins, with a batch."""
+        ...
+
+    def finish_round(self) -> int:
+        """What the sums of this round are divided by. Collective. Raises DivergenceError if ranks differ."""
+        ...
+
+
+class EvenInputs:
+    """Every rank has a batch in every round: all ranks are in the same round, with the same options."""
+
+    def __init__(self, world: WorldChannel, checks: WrapperChecks, steps: OptimizerSteps, *, num_ranks: int) -> None:
+        self._world, self._checks, self._steps, self._num_ranks = world, checks, steps, num_ranks
+
+    def begin_round(self, number: int) -> None:
+        loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
+        call = f"backward {number} after {self._steps.num_steps} steps of the optimizer{loads}"
+        self._world.calls.begin(with_options(call, self._checks.options.text()))
+
+    def finish_round(self) -> int:
+        self._world.calls.check_same()
+        # Here, within a backward, all ranks have taken the same number of steps.
+        self._checks.compare_weights_if_due(self._steps.num_steps, self._steps.num_loads)
+        return self._num_ranks
+
+
+class UnevenInputs:
+    """One `join` block, on one rank."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        world: WorldChannel,
+        options: OptionTracker,
+        *,
+        min_divisor: int,
+    ) -> None:
+        """`min_divisor`: what sums are divided by at least, even if fewer ranks are active."""
+        self._communicator, self._world, self._options = communicator, world, options
+        self._min_divisor = min_divisor
+        self.num_rounds = 0
+        """In how many rounds this rank has had data."""
+        self._call, self._is_active = "", True
+
+    def begin_round(self, number: int) -> None:
+        digest = float(self._options.short_digest())
+        self._begin(number, 1.0, digest, digest * digest)
+
+    def begin_shadow_round(self, number: int) -> None:
+        """Round `number` of this rank begins, in which it has no data."""
+        self._begin(number, 0.0, 0.0, 0.0)
+
+    def _begin(self, number: int, *values: float) -> None:
+        self._call, self._is_active = f"backward {number}, within join()", values[0] > 0
+        self._world.calls.begin(self._call)
+        self._world.scalars.all_reduce_async(ACTIVE_RANKS, torch.tensor(values, dtype=torch.float64))
+
+    def finish_round(self) -> int:
+        divisor = self.divisor(self.count_active_ranks())
+        self.num_rounds += 1
+        return divisor
+
+    def count_active_ranks(self) -> int:
+        """How many ranks are active in this round. Collective.
+
+        Raises DivergenceError where ranks are in different rounds, or active ranks have different optimizer options.
+        """
+        num_active, digests, squares = map(round, self._world.scalars.wait(ACTIVE_RANKS))
+        # Cauchy and Schwarz: equality holds if and only if all active ranks have the same digest.
+        if num_active * squares != digests * digests:
+            self._raise_options_differ()
+        return num_active
+
+    def divisor(self, num_active: int) -> int:
+        """What the sum of the active ranks' gradients is divided by."""
+        return max(num_active, self._min_divisor)
+
+    def _raise_options_differ(self) -> NoReturn:
+        """Raise DivergenceError with the options that differ between active ranks. Collective."""
+        texts = self._communicator.all_gather_json(self._options.text() if self._is_active else None)
+        calls = {rank: with_options(self._call, text) for rank, text in enumerate(texts) if text is not None}
+        raise divergence_error(calls, attempt="join(states=[scheduler]), after which all ranks have the same")
+
+
+# ---- assembly ------------------------------------------------------------------------------------------------------
+
+WRAPPER_HINT = (
+    "the same seeds, hooks, edits and loaded state on every rank; optimizer.broadcast_state() copies one rank's to all"
+)
+
+
+def make_checks(
+    optimizer: Optimizer, model: nn.Module, plan: Plan, world: Communicator, *, same_batches: str, drift_check: int
+) -> WrapperChecks:
+    """What ranks compare. Raises SettingError for a wrong `same_batches` or `drift_check`."""
+    duplicate_batches = DuplicateBatches(same_batches, data_ranks=range(plan.dp), is_log_rank=world.rank == 0)
+    with_frozen = not plan.batch_split.has_local_batch_norm
+    drift_checker = DriftChecker(world, drift_check, with_frozen=with_frozen, attempt=WRAPPER_HINT)
+    return WrapperChecks(model, OptionTracker(optimizer), world.along("dp"), duplicate_batches, drift_checker)
+
+
+def make_averager(
+    trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, plan: Plan, world: Communicator
+) -> GradAverager:
+    """The buckets of the trainable parameters, and their transport. Collective; `world` lies on the plan's mesh."""
+    topology, data_ranks = gather_topology(world), world.along("dp", "cp")
+    blueprint = lower(plan, param_specs(trainable, {}), topology, UpdateSpec())
+    group = blueprint.group_of(world.rank)
+    meter, spec, allow_unused = CommMeter(), spec_of_request(group.request), plan.unused == "allow"
+    channel = transports.make_world_channel(world, topology, plan.transport, meter)
+    transport = transports.make_data_transport(
+        data_ranks,
+        topology_along(world, topology, data_ranks),
+        spec,
+        meter=meter,
+        calls=channel.calls,
+        choice=plan.transport,
+    )
+    # Hooks of backward never wait for a buffer: every round ends with all of them acquired.
+    gradients = GradBuckets(dict(trainable), group.buckets, transport.grads, meter, allow_unused=allow_unused)
+    buffers = transport.grads.grad_buffers
+    reduced = [
+        ReducedGrad(slot.name, trainable[slot.name], buffers[bucket.index])
+        for bucket in group.buckets
+        for slot in bucket.slots
+    ]
+    used = UsedOnSomeRanks(gradients.countdown, transport.scalars) if allow_unused else AllUsed(len(reduced))
+    return GradAverager(channel, transport, gradients, reduced, used, MemoryFormats(trainable, optimizer))
+
+
+def make_statistics(model: nn.Module, plan: Plan, world: Communicator) -> LoopStatistics:
+    """The statistics of the model's batch normalizations. Collective; `world` lies on the plan's mesh."""
+    if plan.batch_norm != "sync" or not batch_norms(model):
+        return OwnInLoop()
+    return SyncedInLoop(model, make_exchange(world, CommMeter(), transport=plan.transport))
+
+
+def make_steps(
+    optimizer: Optimizer, norms: Sequence[StepCheck], averager: GradAverager, unreduced: UnreducedGrads
+) -> OptimizerSteps:
+    """The steps of the wrapped optimizer. The weights of one rank may change by any gradient."""
+    checks: list[StepCheck] = [*norms]
+    losses: ClosureLosses = OwnLosses()
+    if averager.num_ranks > 1:
+        checks.insert(0, unreduced)
+        if uses_loss(optimizer):
+            losses = MeanLosses(averager.world, averager.num_ranks, type(optimizer).__name__)
+    return OptimizerSteps(optimizer, unreduced, checks, losses)
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------------------------
+
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DistributedOptimizer that reduces its gradient."""

@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 
 from fourfold.environment.processes import processor_delay_seconds
-from fourfold.step.evaluation_verbs import EVALUATION, INFERENCE
 from fourfold.step.step_state import StepState
 from fourfold.step.update_timing import UpdateTiming
-from fourfold.step.verbs import VerbFunction
+from fourfold.step.verbs import EVALUATION, INFERENCE, VerbFunction
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 

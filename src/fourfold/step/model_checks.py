@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fourfold.axes.data.work.flat_params import param_specs
 from fourfold.comm import transports
 from fourfold.comm.communicator import Communicator
-from fourfold.model.batch_norm import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
+from fourfold.model.batch_statistics import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
 from fourfold.optim.user_optimizer import is_layerwise
 from fourfold.plan.check import (
     combination_problems,

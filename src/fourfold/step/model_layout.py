@@ -14,8 +14,7 @@ from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.tensor.attach.tensor_axis import place_shards
 from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.model.model_specs import model_specs, update_spec
-from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.update_spec import UpdateSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 
 
 class WholeModelSpecs(NamedTuple):

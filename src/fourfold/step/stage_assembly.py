@@ -25,14 +25,13 @@ from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec
-from fourfold.comm.communicator import Communicator
+from fourfold.comm.communicator import Communicator, gather_topology, topology_along
 from fourfold.comm.memory_order import agree_on_memory_order
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.rank_layout import RankLayout, SplitLayout, WholeLayout
 from fourfold.comm.reduce.local_sgd import LocalSGDReducer
 from fourfold.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
 from fourfold.comm.reduce.single_rank import single_rank_transport
-from fourfold.comm.topology import gather_topology, topology_along
 from fourfold.model.weights import Weights, trainable_parameters
 from fourfold.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
 from fourfold.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fourfold.comm.reduce.divergence_report import with_options
-from fourfold.model.batch_norm import NormWatch
+from fourfold.model.batch_statistics import NormWatch
 from fourfold.model.weights import Weights
 from fourfold.plan.intervals import is_due
 from fourfold.plan.sample_order import BatchRange

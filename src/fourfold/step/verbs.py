@@ -36,6 +36,9 @@ from fourfold.words.program import (
     bucket_of,
 )
 
+# ---- verbs ---------------------------------------------------------------------------------------------------------
+
+
 VerbFunction = Callable[[StepState, Action], None]
 
 
@@ -254,4 +257,43 @@ VERBS: Mapping[Verb, VerbFunction] = {
     Verb.GATHER: gather,
     Verb.PUSH: push,
     Verb.PULL: pull,
+}
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(step: StepState, action: Action) -> None:
+    """The outputs and the loss of a batch, without training."""
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    with stage.weights.unsharded("evaluate", action.stage):
+        if part.num_samples:
+            output = stage.chunks[action.stage].forward(part, received(step, action))
+            end_forward(step, action, output)
+            if stage.chunks[action.stage].loss is not None:
+                step.outputs[action.index] = output.outputs
+        else:
+            stage.chunks[action.stage].evaluate_empty()
+
+
+def infer(step: StepState, action: Action) -> None:
+    """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
+    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    step.outputs[action.index] = outputs = stage.chunks[action.stage].infer(part, received(step, action)).outputs
+    step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
+
+
+EVALUATION: Mapping[Verb, VerbFunction] = {
+    Verb.TIE: tie,
+    Verb.FORWARD: evaluate,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
+    Verb.UNSHARD: unshard,
+    Verb.MEASURE: measure,
+}
+INFERENCE: Mapping[Verb, VerbFunction] = {
+    Verb.TIE: tie,
+    Verb.FORWARD: infer,
+    Verb.SEND_FORWARD: send_forward,
+    Verb.RECEIVE_FORWARD: receive_forward,
 }

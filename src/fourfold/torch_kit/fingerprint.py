@@ -3,6 +3,8 @@
 word  8 bytes of a tensor, as an int64
 Law: equal bytes have equal fingerprints because only integers are added. A changed bit or two swapped
 elements give another fingerprint, except in about one of 2^64 cases.
+
+Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.torch_kit.splitmix64 import GOLDEN_GAMMA, MULTIPLIER_1
+# ---- splitmix64 ----------------------------------------------------------------------------------------------------
+
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIER_1, MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+# ---- fingerprints --------------------------------------------------------------------------------------------------
+
 
 # As signed numbers.
 STRIDE, MULTIPLIER = GOLDEN_GAMMA - 2**64, MULTIPLIER_1 - 2**64

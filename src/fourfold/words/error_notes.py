@@ -112,3 +112,8 @@ def innermost_self(error: BaseException, kind: type | tuple[type, ...]) -> Any:
         owner = place.tb_frame.f_locals.get("self")
         found, place = owner if isinstance(owner, kind) else found, place.tb_next
     return found
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The first three names."""
+    return f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"

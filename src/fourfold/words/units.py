@@ -1,7 +1,96 @@
 """Units: numbers for people, with three digits and a suitable prefix.
 
+dimension  what is measured: bytes, bytes per second, operations, operations per second, seconds
+prefix     decimal (k, M, G, T, P), or of bytes binary too (Ki, Mi, Gi, Ti)
 Law: a count above 0 is never shown as 0.
+Law: a number without a unit is refused, and so is a unit of another dimension.
 """
+
+import enum
+import math
+import re
+
+from fourfold.words.errors import Problem
+
+# ---- quantities ----------------------------------------------------------------------------------------------------
+
+NUMBER_AND_UNIT = re.compile(r"\s*+([+-]?[0-9.]++(?:[eE][+-]?\d++)?+)\s*+(\S*+)\s*+")
+SI = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+class Dimension(enum.Enum):
+    """What a quantity measures, with an example of how it is written."""
+
+    BYTES = "80 GiB"
+    BYTES_PER_SECOND = "25 GB/s"
+    OPERATIONS = "2 GFLOP"
+    OPERATIONS_PER_SECOND = "312 TFLOP/s"
+    SECONDS = "5 us"
+
+
+def _with_prefixes(unit: str, prefixes: dict[str, float], factor: float = 1.0) -> dict[str, float]:
+    return {prefix + unit: value * factor for prefix, value in prefixes.items()}
+
+
+UNITS: dict[Dimension, dict[str, float]] = {
+    Dimension.BYTES: _with_prefixes("B", SI | BINARY),
+    Dimension.BYTES_PER_SECOND: _with_prefixes("B/s", SI | BINARY) | _with_prefixes("bit/s", SI, 1 / 8),
+    Dimension.OPERATIONS: _with_prefixes("FLOP", SI),
+    Dimension.OPERATIONS_PER_SECOND: _with_prefixes("FLOP/s", SI),
+    Dimension.SECONDS: {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+}
+
+
+def read_quantity(name: str, value: object, dimension: Dimension, *, allows_zero: bool = False) -> float | Problem:
+    """The number in base units (B, B/s, FLOP, FLOP/s, s), or what is wrong with it. `name`: of the field."""
+    units, attempt = UNITS[dimension], f'{name} = "{dimension.value}"'
+    if not isinstance(value, str):
+        return Problem(f"{name} = {value!r}", "a text: a number with its unit", attempt)
+    got = f'{name} = "{value}"'
+    match = NUMBER_AND_UNIT.fullmatch(value)
+    number = _number(match[1]) if match else None
+    if match is None or number is None:
+        return Problem(got, "a number with its unit", attempt)
+    if not match[2]:
+        return Problem(got, f"a unit behind the number, such as {_examples(dimension)}", attempt)
+    if match[2] not in units:
+        return Problem(
+            got, f"a unit such as {_examples(dimension)}", _similar(name, match[1], match[2], units) or attempt
+        )
+    result = number * units[match[2]]
+    if not math.isfinite(result) or result < 0 or (result == 0 and not allows_zero):
+        return Problem(got, "0 or more" if allows_zero else "more than 0", attempt)
+    return result
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "1.2.3"
+        return None
+
+
+def _examples(dimension: Dimension) -> str:
+    names = {
+        Dimension.BYTES: "GB or GiB",
+        Dimension.BYTES_PER_SECOND: "GB/s or Gbit/s",
+        Dimension.OPERATIONS: "GFLOP",
+        Dimension.OPERATIONS_PER_SECOND: "TFLOP/s",
+        Dimension.SECONDS: "us, ms or s",
+    }
+    return names[dimension]
+
+
+def _similar(name: str, number: str, unit: str, units: dict[str, float]) -> str:
+    """The line with the unit that was meant: "Gb/s" of networks is bits; FLOPS are operations per second."""
+    plain = unit.replace("bps", "bit/s").replace("b/s", "bit/s").replace("FLOPS", "FLOP/s")
+    meant = {each.lower(): each for each in units}.get(plain.lower())
+    return f'{name} = "{number} {meant}"' if meant else ""
+
+
+# ---- numbers for people --------------------------------------------------------------------------------------------
+
 
 SI_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY_PREFIXES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

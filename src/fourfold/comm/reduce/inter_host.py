@@ -71,7 +71,9 @@ class GroupInterHostReducer:
         self._group = comm.get_group(members, spec.group_name("buckets"))
         self._sharded = ShardedCollectives(comm, members, num_shards=spec.num_shards)
         self.size, self.index, self.replica_index = self._sharded.size, self._sharded.index, self._sharded.replica_index
-        self._miss_report_group = comm.get_group(range(comm.size), "miss reports") if spec.rest.weight == SPLIT else None
+        self._miss_report_group = (
+            comm.get_group(range(comm.size), "miss reports") if spec.rest.weight == SPLIT else None
+        )
 
     def all_reduce_async(self, flat: Tensor) -> AsyncResult:
         self._meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self._sharded.shard_groups.size)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
 from fourfold.words.errors import PlanError, Problem, closest_match, os_error_text
-from fourfold.words.quantities import Dimension, read_quantity
+from fourfold.words.units import Dimension, read_quantity
 
 CLUSTERS = resources.files("fourfold") / "clusters"
 SUFFIX = ".toml"

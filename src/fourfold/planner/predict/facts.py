@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.words.layout import Change
 from fourfold.words.mesh import Axis
 

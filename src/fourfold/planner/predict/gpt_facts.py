@@ -16,10 +16,9 @@ from functools import cached_property
 from fourfold.axes.context.rules.layout import heads_problem
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
 from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict import gpt_blocks
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.gpt_blocks import FLOAT32_BYTES, MASK_BYTES, RankShape

@@ -22,15 +22,13 @@ from fourfold.feed.data_input import open_data
 from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
 from fourfold.model.batch import find_positions, unpack_batch
-from fourfold.model.batch_norm import uses_batch_stats
-from fourfold.model.batch_statistics import batch_norms
+from fourfold.model.batch_statistics import batch_norms, uses_batch_stats
 from fourfold.model.model_specs import update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.check import param_problems
 from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.update_spec import UpdateSpec
 from fourfold.planner.predict.facts import Collective, ModelFacts, SegmentFacts
 from fourfold.planner.task_facts.fake_attention import attention_collectives
 from fourfold.planner.task_facts.fake_memory import FakeRank, MemoryOfSegments, MemoryRecord, RankBytes, record_memory

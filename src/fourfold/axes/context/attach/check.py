@@ -25,8 +25,7 @@ from fourfold.axes.context.attach.losses import (
 from fourfold.axes.context.attach.token_shards import inputs_and_targets, packed_problems, sequence_length, token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.comm.communicator import Communicator
-from fourfold.proof.check_config import STRICTEST_SEQUENCE_CHECK, MemoryFit, find_memory_fit
-from fourfold.proof.checks import Learned, Report, raise_problems
+from fourfold.proof.checks import STRICTEST_SEQUENCE_CHECK, Learned, MemoryFit, Report, find_memory_fit, raise_problems
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem
 from fourfold.proof.grad_projections import Projection
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map

@@ -2,7 +2,9 @@
 
 cp group  the ranks that hold the tokens of the same samples
 check     before the first step, it shows that tokens interact only in attention; else the model is refused
+call  the place of an attention call in its microbatch's forward
 Law: a step over dp × cp ranks is the step of one process.
+Law: a checkpoint's second forward drops what the first did.
 """
 
 import contextlib
@@ -12,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fourfold.axes.context.attach.check import ContextCheck
-from fourfold.axes.context.attach.dropout import AttentionDropoutCounter
 from fourfold.axes.context.attach.losses import check_even_targets
 from fourfold.axes.context.attach.token_shards import (
     TokenShard,
@@ -25,17 +26,70 @@ from fourfold.axes.context.attach.token_shards import (
 )
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup
+from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.ring import RingGroup
 from fourfold.model.batch import Microbatch, has_token_dim
-from fourfold.model.draw_slices import DrawSlices
-from fourfold.model.rank_dropout import RankDropout, TaggedDraws
+from fourfold.model.draw_slices import DrawSlice, DrawSlices
+from fourfold.model.rank_dropout import RankDropout, TaggedDraws, checkpoint_error
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import install_attention
 from fourfold.plan.sample_order import BatchRange, shard_range
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
+from fourfold.torch_kit.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
+
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+HEADS_DIM = 1
+
+
+class AttentionDropoutCounter:
+    """Gives each attention call with dropout its place in the step, from which its `AttentionDropout` is made."""
+
+    def __init__(self, seed: int, draws: TaggedDraws) -> None:
+        self._seed, self._draws = seed, draws
+
+    def begin_step(self, step: int, first_sample: int, microbatch_sizes: Sequence[int]) -> None:
+        """Begin a step. `first_sample`: the index of this rank's first sample, in the global batch if that is known.
+
+        `microbatch_sizes`: the sizes of the microbatches that are not empty.
+        """
+        self._step, self._first_sample, self._microbatch_sizes = step, first_sample, microbatch_sizes
+        self._microbatch_index, self._call_index = -1, 0
+        self._dropouts: dict[int, AttentionDropout] = {}
+
+    def next_microbatch(self, *_: Any) -> None:
+        """The forward of the next microbatch begins."""
+        self._microbatch_index, self._call_index = self._microbatch_index + 1, 0
+
+    def next_dropout(self, call: AttentionCall) -> AttentionDropout:
+        """The dropout of the attention call that begins now, or that a checkpoint repeats in backward."""
+        what = f"attention with dropout_p = {call.dropout_p:g}"
+        tag, part = self._draws.next(what, call.q)
+        if tag not in self._dropouts:
+            if is_in_backward():
+                raise checkpoint_error(f"cp > 1 and {what}")
+            start = self._first_sample + sum(self._microbatch_sizes[: self._microbatch_index])
+            samples = range(start, start + self._microbatch_sizes[self._microbatch_index])
+            first_head = 0 if part is None else _first_head(part, what)
+            self._dropouts[tag] = AttentionDropout(
+                call.dropout_p, self._seed, self._step, self._call_index, samples, first_head
+            )
+            self._call_index += 1
+        return self._dropouts[tag]
+
+
+def _first_head(part: DrawSlice, what: str) -> int:
+    """The first of the heads that are here."""
+    if (part.dim, len(part.ranges), part.fold) != (HEADS_DIM, 1, 1):
+        got = f"cp > 1, tp > 1 and {what}, whose queries are split in dim {part.dim}"
+        raise TaskError(Problem(got, "queries [B, H, L, D] that are split by heads", "dropout = 0, or cp = 1"))
+    return part.start
+
+
+# ---- the axis ------------------------------------------------------------------------------------------------------
 
 
 class LocalBatch(NamedTuple):

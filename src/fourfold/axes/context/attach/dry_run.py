@@ -26,7 +26,7 @@ from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import eval_mode
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import has_transformers_model, install_attention
-from fourfold.proof.check_config import (
+from fourfold.proof.checks import (
     SEQUENCE_CHECKS,
     STRICTEST_SEQUENCE_CHECK,
     WEAKEST_SEQUENCE_CHECK,
@@ -35,8 +35,7 @@ from fourfold.proof.check_config import (
     MemoryFit,
 )
 from fourfold.proof.preserve_module import preserve_module
-from fourfold.proof.state_problems import EDIT_ADVICE, describe_trained
-from fourfold.proof.weight_write_tracker import WeightWriteTracker
+from fourfold.proof.weight_write_check import EDIT_ADVICE, WeightWriteTracker, describe_trained
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError
 

@@ -19,8 +19,7 @@ from fourfold.model.batch import has_token_dim
 from fourfold.model.loss_sum import sum_loss
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.torch_losses import RESHAPING_NODES, ignore_index_of
-from fourfold.proof.float64_mode import Float64Mode
-from fourfold.proof.float64_operands import WidenOperandsMode
+from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
 from fourfold.proof.random_weights import cast_real
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import (

@@ -7,19 +7,20 @@ Both backwards start from the same random upstream gradients: drawn for the full
 rows of its own tokens.
 
 B samples · L length · l = L / cp
+Law: a tap changes no number and no gradient.
+Law: queries, keys, values, mask and options are the same, or the difference is raised with the name of the call.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.axes.context.attach import grad_sum_check
-from fourfold.axes.context.attach.attention_match import compare_attention_calls
 from fourfold.axes.context.attach.attention_replay import (
     OUTPUT,
     QKV,
@@ -27,9 +28,9 @@ from fourfold.axes.context.attach.attention_replay import (
     RecordedCall,
     recompute_call,
     record_call,
+    tap_output,
 )
 from fourfold.axes.context.attach.grad_sum_check import GradProjections
-from fourfold.axes.context.attach.grad_taps import GradTaps, shard_shape
 from fourfold.axes.context.attach.module_tracker import ModuleTracker
 from fourfold.axes.context.attach.shard_rows import (
     ShardMismatch,
@@ -39,21 +40,125 @@ from fourfold.axes.context.attach.shard_rows import (
     shard_rows,
 )
 from fourfold.axes.context.attach.token_shards import TokenShard, shard_tokens
+from fourfold.axes.context.rules.layout import DP_INSTEAD, heads_problem
+from fourfold.axes.context.work.document_mask import DocumentMask
 from fourfold.model.batch import has_token_dim
 from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.model.transformers_attention import has_transformers_model, install_attention
 from fourfold.proof import random_weights
 from fourfold.proof.backward import count_gradients, run_backward
-from fourfold.proof.check_config import CheckConfig, CheckUnavailable
+from fourfold.proof.checks import CheckConfig, CheckUnavailable
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, Projection
 from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
 from fourfold.proof.tolerance import gradient_tolerance_of, is_close
-from fourfold.proof.weight_write_tracker import WeightWriteTracker
+from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.grad_checks import second_grad_problem
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import is_in_backward, swapped_state
 from fourfold.words.errors import FourfoldError, Problem, TaskError
+
+# ---- attention that is matched -------------------------------------------------------------------------------------
+
+
+def compare_attention_calls(
+    full: AttentionCall, local: AttentionCall, shard: TokenShard, name: str, *, ulysses: int
+) -> None:
+    """Raise ShardMismatch unless `local` is this shard of `full`; TaskError if the call cannot be sharded at all."""
+    if full.q.shape[2] != full.k.shape[2]:
+        got = f"cp > 1 and cross-attention at {name}: {full.q.shape[2]} queries, {full.k.shape[2]} keys"
+        raise TaskError(Problem(got, "self-attention: queries and keys of the same tokens", DP_INSTEAD))
+    for what in QKV:
+        check_shard_rows(getattr(full, what), getattr(local, what), shard, 2, f"{what} of {name}")
+    if problem := heads_problem(local.q.shape[1], local.k.shape[1], ulysses):
+        raise TaskError(problem)
+    options = [(call.is_causal, call.scale, call.dropout_p, call.enable_gqa) for call in (full, local)]
+    if options[0] != options[1]:
+        got = f"{name} with other options than for full sequences (is_causal, scale, dropout_p or enable_gqa)"
+        raise ShardMismatch(got, depends_on_others=False)
+    _compare_masks(full.mask, local.mask, shard, name)
+
+
+def _compare_masks(full: Tensor | None, local: Tensor | None, shard: TokenShard, name: str) -> None:
+    if full is None and local is None:
+        return
+    if local is not None and local.requires_grad:
+        got = f"cp > 1 and a mask {list(local.shape)} at {name} that requires a gradient"
+        raise TaskError(Problem(got, "a mask that does not require one", "mask.detach()"))
+    if full is None or local is None:
+        which = "a shard of the tokens" if full is None else "full sequences"
+        raise ShardMismatch(f"{name} with a mask for {which} only", depends_on_others=False)
+    if isinstance(full, DocumentMask) and isinstance(local, DocumentMask):
+        check_shard_rows(full.starts, local.starts, shard, 1, f"document starts of {name}")
+        return
+    if local.shape[-1] == shard.size and (local.dim() < 2 or local.shape[-2] == 1):
+        check_shard_rows(full, local, shard, local.dim() - 1, f"masks of {name}")
+        return
+    is_key_mask = full.dim() < 2 or full.shape[-2] == 1
+    expected = full if is_key_mask else shard_rows(full, shard, full.dim() - 2)
+    if local.shape != expected.shape:
+        raise TaskError(mask_problem(local, shard, name))
+    if not torch.equal(local, expected):
+        raise ShardMismatch(f"masks of {name}")
+
+
+def mask_problem(mask: Tensor, shard: TokenShard, name: str) -> Problem:
+    """What is wrong with a mask that is no part of the mask of the full sequence."""
+    got = f"cp > 1 and a mask {list(mask.shape)} at {name}, made of this rank's {shard.size} tokens"
+    need = "is_causal=True, or a key mask [B, 1, 1, l], or this rank's rows of the full mask, [B, 1, l, L]"
+    return Problem(got, need, "is_causal=True in place of a causal mask")
+
+
+# ---- taps of gradients ---------------------------------------------------------------------------------------------
+
+
+class GradTap(NamedTuple):
+    """One tensor, the module that made it, and the gradients that backward has recorded."""
+
+    module_name: str
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+class GradTaps:
+    """The taps of one pass, in forward order."""
+
+    def __init__(self, tracker: ModuleTracker, shard: TokenShard) -> None:
+        self._tracker, self._shard = tracker, shard
+        self.taps: list[GradTap] = []
+
+    def tap_inputs(self, inputs: Mapping[str, Any]) -> Any:
+        """The model's inputs, with a tap on each that holds features of tokens."""
+
+        def tapped(tensor: Tensor) -> Tensor:
+            is_tokens = tensor.dim() == 3 and tensor.shape[1] in (self._shard.length, self._shard.size)
+            # A square tensor may be a mask, whose gradient belongs to no token.
+            if not is_tokens or not tensor.is_floating_point() or tensor.shape[2] == self._shard.length:
+                return tensor
+            return self._tap(tensor.detach().clone().requires_grad_(torch.is_grad_enabled()), "the inputs")
+
+        return tree_map(inputs, tapped)
+
+    def tap_embedding(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Replaces torch's embedding function."""
+        output = func(*args, **kwargs)
+        # The second forward of a checkpoint is not tapped again.
+        return output.clone() if is_in_backward() else self._tap(output, self._tracker.current_module_name)
+
+    def _tap(self, tensor: Tensor, module_name: str) -> Tensor:
+        self.taps.append(GradTap(module_name, tensor.detach(), {}))
+        return tap_output(tensor, self.taps[-1].gradients, OUTPUT)
+
+
+def shard_shape(full: Tensor, shard: TokenShard) -> torch.Size | None:
+    """The shape of a shard of a token tensor; None for a tensor without tokens."""
+    if not has_token_dim(full, shard.length):
+        return None
+    return torch.Size((full.shape[0], shard.size, *full.shape[2:]))
+
+
+# ---- comparison ----------------------------------------------------------------------------------------------------
+
 
 SEED = 11
 # What a model raises for a shard if it expects another number of tokens.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.torch_kit.splitmix64 import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
+from fourfold.torch_kit.fingerprint import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
 from fourfold.words.errors import Problem, TrainingError
 
 TWO_TO_64 = 2**64

@@ -15,8 +15,15 @@ from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import num_samples, shorten, unpack_batch
 from fourfold.model.draw_slices import DrawSlices, FoundDraw
 from fourfold.model.transformers_attention import install_attention
-from fourfold.proof.check_config import MemoryFit, find_memory_fit, fit_of_bytes
-from fourfold.proof.checks import Learned, Report, out_of_step_problem, raise_problems
+from fourfold.proof.checks import (
+    Learned,
+    MemoryFit,
+    Report,
+    find_memory_fit,
+    fit_of_bytes,
+    out_of_step_problem,
+    raise_problems,
+)
 from fourfold.proof.grad_hook_check import treats_parts_alike
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.torch_kit.torch_private import is_compiled_function

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.axes.tensor.attach.whole_model import RandomWeights
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.check_config import CheckUnavailable
+from fourfold.proof.checks import CheckUnavailable
 from fourfold.torch_kit.param_access import METADATA_FUNCTIONS
 from fourfold.torch_kit.torch_private import DisableTorchFunction, has_memory, tree_leaves, tree_map_only
 

@@ -29,8 +29,7 @@ from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.backward import run_backward
-from fourfold.proof.check_config import CheckUnavailable, MemoryFit
-from fourfold.proof.checks import summarize_error
+from fourfold.proof.checks import CheckUnavailable, MemoryFit, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR
 from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module

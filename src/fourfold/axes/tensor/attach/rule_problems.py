@@ -15,9 +15,9 @@ from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
 from fourfold.axes.tensor.rules.layers import generalized
 from fourfold.axes.tensor.rules.rules import Style
 from fourfold.axes.tensor.work.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
-from fourfold.model.batch_norm import uses_batch_stats
+from fourfold.model.batch_statistics import uses_batch_stats
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.state_problems import format_names
+from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 
 NEED = "rules by which a model that is cut computes what the whole model does"

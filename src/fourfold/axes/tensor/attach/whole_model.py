@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.check_config import CheckUnavailable
+from fourfold.proof.checks import CheckUnavailable
 from fourfold.proof.random_weights import cast_real, draw_weight
 from fourfold.words.errors import Problem, TaskError
 
