@@ -30,9 +30,9 @@ from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.data.rules.buckets import make_buckets
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
-from fourfold.axes.data.work.flat_params import flatten_params, param_specs
 from fourfold.axes.data.work.grad_buckets import GradBuckets
 from fourfold.axes.data.work.gradients import MeanSink
+from fourfold.axes.data.work.weight_storage import flatten_params, param_specs
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.single_rank import SingleRankReducer, WholeWeights
 from fourfold.comm.ring import NullRingGroup, RingOverP2P

@@ -23,7 +23,7 @@ from fourfold.plan.checkpoint_boxes import (
     relative_slices,
     whole,
 )
-from fourfold.words.box import Box
+from fourfold.words.ranges import Box
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

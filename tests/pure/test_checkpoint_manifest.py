@@ -24,8 +24,8 @@ from fourfold.plan.checkpoint_manifest import (
     manifest_problems,
     tensors_by_file,
 )
-from fourfold.words.box import Box
 from fourfold.words.mesh import Mesh
+from fourfold.words.ranges import Box
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_BYTES)), SHAPES), min_size=1, max_size=8)

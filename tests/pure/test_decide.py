@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.search.answer import Question, decide_among
+from fourfold.planner.search.answer import MAX_SIMULATED, Question, choose, decide_among, simplicity
 from fourfold.planner.search.baselines import price_baselines
-from fourfold.planner.search.choice import MAX_SIMULATED, choose, simplicity
 from fourfold.planner.search.decision import Decision, Refused
 from fourfold.planner.search.reasons import reason, savings
 from fourfold.planner.search.space import groups, variants

@@ -17,7 +17,7 @@ from fourfold.axes.pipeline.rules.checker import (
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES, compute_actions, schedule_problems
 from fourfold.axes.pipeline.rules.sends import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
-from fourfold.axes.pipeline.rules.timeline_text import timeline_text
+from fourfold.axes.pipeline.show import timeline_text
 from fourfold.words.errors import format_problems
 from fourfold.words.program import Action, ProgramError, Verb, format_program, parse_program
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fourfold.comm.codec.protocol import CodecReduction, Message
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
-from fourfold.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, NullMessageGatherer, message_indices
 from fourfold.comm.reduce.single_rank import SingleRankReducer
 from fourfold.plan.codec import CodecRound, Combine
 

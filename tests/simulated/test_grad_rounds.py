@@ -7,7 +7,7 @@ from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.axes.data.work.countdown import Countdown
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.group_scalars import GroupScalars
-from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
+from fourfold.step.grad_strategies import OneRound, RoundEveryBackward
 from fourfold.testing import threads
 
 

@@ -26,7 +26,7 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
 from fourfold.optim.lr_scheduler import NotJsonError, SteppedScheduler, from_json, to_json
-from fourfold.plan.scheduler_state import TAGS
+from fourfold.plan.lr_schedule import TAGS
 from fourfold.testing import threads
 from fourfold.verification.command import verify
 from fourfold.words.errors import CheckpointError, FourfoldError, SettingError

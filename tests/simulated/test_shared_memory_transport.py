@@ -10,8 +10,7 @@ from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.comm.codec import registry
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes
-from fourfold.comm.reduce.message_gatherer import NullMessageGatherer
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, NullMessageGatherer
 from fourfold.comm.reduce.protocol import GradReducer
 from fourfold.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.comm.reduce.shared_memory.flag_waits import map_host

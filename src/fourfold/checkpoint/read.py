@@ -20,8 +20,8 @@ from fourfold.checkpoint.write import SAFETENSORS_DTYPES, TORCH_DTYPES
 from fourfold.plan.checkpoint_boxes import Block, Overlap, Part, Shape, flattened, overlaps, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import Manifest, StoredPart, TensorEntry, TensorKey, TensorKind
 from fourfold.torch_kit.tensor_reader import part_of
-from fourfold.words.box import Box
 from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.ranges import Box
 
 
 class CheckpointReader(contextlib.ExitStack):

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fourfold.axes.tensor.work.shard_reader import row_views
+from fourfold.axes.tensor.work.whole_tensors import row_views
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, Part, Shape, blocks, divide_writing, relative_slices, whole
 from fourfold.plan.checkpoint_manifest import FileEntry, StoredPart, TensorEntry, TensorKey
 from fourfold.plan.shard_ranges import stored_ranges

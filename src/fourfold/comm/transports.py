@@ -15,10 +15,16 @@ from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, message_indices
+from fourfold.comm.reduce.compressed import (
+    CompressedReducer,
+    CompressedRoutes,
+    GroupMessageGatherer,
+    MessageGatherer,
+    NullMessageGatherer,
+    message_indices,
+)
 from fourfold.comm.reduce.group_scalars import group_world
 from fourfold.comm.reduce.inter_host import GroupInterHostReducer, GroupInterHostScalars
-from fourfold.comm.reduce.message_gatherer import GroupMessageGatherer, MessageGatherer, NullMessageGatherer
 from fourfold.comm.reduce.process_group import make_group_transport
 from fourfold.comm.reduce.protocol import (
     NUM_LOSS_SCALARS,

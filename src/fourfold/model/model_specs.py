@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.axes.data.work.flat_params import NO_SHARDS, param_specs
+from fourfold.axes.data.work.weight_storage import NO_SHARDS, param_specs
 from fourfold.model.weights import trainable_parameters
 from fourfold.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fourfold.optim.user_optimizer import comes_from_torch
-from fourfold.plan.scheduler_state import SchedulerState
+from fourfold.plan.lr_schedule import SchedulerState
 from fourfold.torch_kit.torch_private import mark_step_called
 from fourfold.words.error_notes import noting
 from fourfold.words.errors import CheckpointError, Problem, TaskError

@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fourfold.words.box import Box
-from fourfold.words.ranges import join_ranges
+from fourfold.words.ranges import Box, join_ranges
 
 FILE_NAME_PATTERN = re.compile(r"rank-[0-9]{3,6}\.safetensors")
 # By the dtype names of the safetensors format.

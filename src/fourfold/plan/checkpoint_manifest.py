@@ -17,10 +17,10 @@ import msgspec
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES, FILE_NAME_PATTERN, Part, Shape, is_inside, is_tiling, whole
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.plan.decode import is_too_deep
-from fourfold.plan.scheduler_state import SchedulerState
-from fourfold.words.box import Box
+from fourfold.plan.lr_schedule import SchedulerState
 from fourfold.words.measures import MODES
 from fourfold.words.mesh import AXES, Axis, Mesh
+from fourfold.words.ranges import Box
 
 MANIFEST_VERSION = 2
 MANIFEST_FILE = "manifest.json"

@@ -1,9 +1,11 @@
-"""Learning rate schedule: the learning rate over a run, as factors of the rate that was tuned.
+"""Learning rate schedule: the learning rate over a run, as factors of the rate that was tuned; a scheduler's state.
 
 scale     multiplies the tuned rate if the batch is larger than the one that it was tuned for
 warm-up   the first steps: the rate rises linearly from the tuned one to the scaled one
 schedule  the curve after warm-up: constant, linear, cosine or step
+tag       the only key of an object that stands for a value that JSON does not have: {"tuple": [1, 2]}
 Law: a factor depends only on the step, the number of steps and the batch sizes: not on ranks, nor on earlier steps.
+Law: a torch scheduler's state holds no pickle and no callable: reading it gives numbers, strings, and lists and dicts of these.
 
 Sources: linear scaling and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677), §2.1, §2.2; step schedule, §5.1;
 square root, Krizhevsky 2014 (arXiv 1404.5997), §5; cosine, Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5.
@@ -15,8 +17,39 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from fourfold.plan.decode import is_too_deep
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
+
+# ---- state of a torch scheduler ------------------------------------------------------------------------------------
+
+TAGS = ("float", "tuple", "dict", "items", "counter", "tensor")
+
+
+class SchedulerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of a scheduler at a step.
+
+    name     its class
+    state    its state_dict, with tags
+    initial  the same before the first step, which shows whether its arguments have changed
+    options  by group: the optimizer's options that the scheduler has changed, and the learning rate, with tags
+    """
+
+    name: str
+    state: dict[str, Any]
+    initial: dict[str, Any]
+    options: tuple[dict[str, Any], ...]
+
+    @property
+    def is_too_deep(self) -> bool:
+        """Whether it is nested deeper than anything that was written."""
+        return is_too_deep([self.state, self.initial, *self.options])
+
+
+# ---- curves --------------------------------------------------------------------------------------------------------
+
 
 LRLambda = Callable[[int], float]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fourfold.plan.checkpoint_boxes import Part
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
-from fourfold.words.box import Box
+from fourfold.words.ranges import Box
 
 
 class Rows(NamedTuple):

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
-from fourfold.words.box import Box
-from fourfold.words.ranges import join_ranges
+from fourfold.words.ranges import Box, join_ranges
 
 
 class ShardPiece(NamedTuple):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.axes.data.work.flat_params import param_specs
 from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.comm import init, transports
 from fourfold.comm.communicator import Communicator, gather_topology, topology_along
 from fourfold.comm.meter import CommMeter

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.axes.data.work.flat_params import param_specs
+from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.comm import transports
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch_statistics import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats

@@ -40,11 +40,17 @@ from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.codec_state import CodecState, make_codecs
-from fourfold.step.grad_rounds import OneRound, RoundEveryBackward
-from fourfold.step.grad_scaling import GradScaling, make_scaling
+from fourfold.step.grad_strategies import (
+    GradScaling,
+    NormSum,
+    OneRound,
+    RoundEveryBackward,
+    SumOverShards,
+    SumOverTensorRanks,
+    make_scaling,
+)
 from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_layout import WholeModelSpecs
-from fourfold.step.norm_sums import NormSum, SumOverShards, SumOverTensorRanks
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.stage import Stage
 from fourfold.step.step_parts import StageParts

@@ -21,10 +21,8 @@ from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
-from fourfold.step.grad_rounds import GradRounds
-from fourfold.step.grad_scaling import GradScaling
+from fourfold.step.grad_strategies import GradRounds, GradScaling, NormSum
 from fourfold.step.grad_sync import GradSync
-from fourfold.step.norm_sums import NormSum
 from fourfold.step.stage import Stage
 from fourfold.torch_kit.deferred_grads import BackwardHalves
 from fourfold.torch_kit.grad_hooks import GradHooks

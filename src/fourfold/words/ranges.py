@@ -1,6 +1,32 @@
-"""Ranges: [start, stop) of whole numbers, such as the elements of a flat tensor."""
+"""Ranges: [start, stop) of whole numbers, such as the elements of a flat tensor; boxes: ranges in every dim.
 
-from collections.abc import Iterable, Iterator
+Law: a box names elements of the global tensor, the same whatever the mesh.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Self
+
+# ---- box -----------------------------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A part of a tensor: an offset and a length for every dim."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.lengths)
+
+
+# ---- ranges --------------------------------------------------------------------------------------------------------
 
 
 def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

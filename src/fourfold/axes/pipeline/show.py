@@ -1,21 +1,76 @@
 """Describe the pipeline axis: which blocks each stage has, and the timeline of its schedule.
 
+cell  the action that begins in a unit; `──` where it goes on, `·` where the index waits
+unit  the shortest block of a stage
 Law: the timeline is that of the programs that would run, with equal blocks: a backward takes as long as two forwards.
+Law: a row's cells without marks are the index's compute actions in order.
 """
+
+from collections.abc import Sequence
 
 from torch import nn
 
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes, edge_note
 from fourfold.axes.pipeline.rules.in_flight import peak_in_flight
 from fourfold.axes.pipeline.rules.schedules import num_stashed, simulated_bubble, staleness
-from fourfold.axes.pipeline.rules.timeline_text import timeline_text
+from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS, BlockCosts
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
 from fourfold.plan.precision import compute_specs
+from fourfold.plan.simulate import TimedAction, simulate
+from fourfold.words.mesh import Mesh
+from fourfold.words.program import Action
 from fourfold.words.terminal_text import terminal_width
 from fourfold.words.text_table import INDENT, table_lines
 from fourfold.words.units import format_bytes, format_count
+
+# ---- timeline ------------------------------------------------------------------------------------------------------
+
+GOES_ON, WAITS, MORE = "─", "·", "…"
+
+
+def timeline_text(
+    lists: Sequence[Sequence[Action]], *, costs: BlockCosts = EQUAL_COSTS, width: int | None = None
+) -> str:
+    """A line per index: `0  F0 F1 ·  ·  B0 ── B1 ──`. With several stages on an index, an action names its stage:
+    `F4.1` is the forward of microbatch 1 on stage 4.
+
+    `lists`: with or without messages, which take no time. `width`: of a line, in characters; what is longer is cut.
+    """
+    program = {index: tuple(actions) for index, actions in enumerate(lists)}
+    timeline = simulate(program, lambda _, action: costs.of(action), mesh=Mesh(pp=len(lists)))
+    unit = min((cost for cost in costs if cost), default=1.0)
+    has_stages = any(action.stage >= len(lists) for actions in lists for action in actions)
+    rows = [
+        _cells([timed for timed in times if costs.of(timed.action)], unit, has_stages) for times in timeline.values()
+    ]
+    cell_width = max((len(cell) for row in rows for cell in row), default=1)
+    head_width = len(str(len(rows) - 1))
+    return "\n".join(_line(f"{index:>{head_width}}", row, cell_width, width) for index, row in enumerate(rows))
+
+
+def _cells(times: Sequence[TimedAction], unit: float, has_stages: bool) -> list[str]:
+    """What an index does in each unit, up to the end of its last action."""
+    row: list[str] = []
+    for action, start, end in times:
+        first, stop = int(start / unit + 0.5), int(end / unit + 0.5)  # not round(): 1.5 and 2.5 would meet at 2
+        row += [WAITS] * (first - len(row))
+        name = str(action) if has_stages else f"{action.verb.value}{action.index}"
+        row += [name, *[GOES_ON] * (stop - first - 1)]
+    return row
+
+
+def _line(head: str, row: Sequence[str], cell_width: int, width: int | None) -> str:
+    cells = [cell * cell_width if cell == GOES_ON else cell.ljust(cell_width) for cell in row]
+    room = len(cells) if width is None else max(0, (width - len(head) - 1) // (cell_width + 1))
+    if len(cells) > room:
+        cells = [*cells[: max(0, room - 1)], MORE]
+    return f"{head}  {' '.join(cells)}".rstrip()
+
+
+# ---- description ---------------------------------------------------------------------------------------------------
+
 
 WIDTH = 112
 ROW = 1024  # elements: the row by which bytes are shown

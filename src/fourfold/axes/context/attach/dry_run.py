@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.context.attach.grad_sum_check import GradProjections
 from fourfold.axes.context.attach.module_tracker import ModuleTracker
-from fourfold.axes.context.attach.shard_comparison import ShardComparison
-from fourfold.axes.context.attach.shard_rows import ShardMismatch
+from fourfold.axes.context.attach.shard_comparison import ShardComparison, ShardMismatch
 from fourfold.axes.context.attach.token_shards import TokenShard
 from fourfold.axes.context.rules.layout import DP_INSTEAD
 from fourfold.model.batch import POSITION_KEYS, find_positions, has_token_dim, is_square_mask

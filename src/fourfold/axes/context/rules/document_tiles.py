@@ -29,7 +29,7 @@ class _QueryRun(NamedTuple):
 def document_tiles(queries: TokenRanges, keys: TokenRanges, spans: Sequence[DocumentSpan]) -> Iterator[Tile]:
     """The tiles of a rank with these queries, whose documents are `spans`, against a block of keys.
 
-    Token ranges are as in `plan.sequence.tiles`: those of queries and keys are equal or disjoint.
+    Token ranges are as in `tiles` of `layout.py`: those of queries and keys are equal or disjoint.
     """
     for document_start, (start, stop), (first, last) in _query_runs(queries, spans):
         earlier: TokenRange | None = None

@@ -16,7 +16,7 @@ from fourfold.words.errors import PlanError
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that hold one sequence, seen from one of them. `ring` is one of `plan.sequence.RINGS`."""
+    """The ranks that hold one sequence, seen from one of them. `ring` is one of `RINGS` of `rules/layout.py`."""
 
     ring_group: RingGroup
     """The ranks among which keys and values go round."""

@@ -1,0 +1,155 @@
+"""Gradient strategies: after which backwards buckets are reduced, where sums are scaled, and how norms are summed.
+
+grad scale  the factor that turns reduced sums into the gradient of the mean; None while the totals are not known
+round       the reductions after one backward, or after the last one of a step
+Law: a sum is multiplied once, in one pass over it that is made anyway.
+Law: all ranks that hold a weight get the same bits.
+Law: every microbatch's gradient is in exactly one round, and every rank has the same rounds.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.axes.data.work.gradients import Gradients
+from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
+from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.words.program import TRUST_NORMS
+
+# ---- rounds --------------------------------------------------------------------------------------------------------
+
+
+class GradRounds(Protocol):
+    """The rounds of a stage. Microbatches are numbered from 0; the last one may be empty on this rank."""
+
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
+        """The backward of microbatch `index` begins, which gives gradients of these buckets.
+
+        `last_nonempty` is the last microbatch with samples on this rank.
+        """
+        ...
+
+    def ends_with(self, index: int, num_microbatches: int) -> bool:
+        """Whether a round ends with this microbatch."""
+        ...
+
+    def has_all_grads(self, index: int, num_microbatches: int) -> bool:
+        """Whether a bucket that is launched in this backward has all gradients of the step: it may be updated."""
+        ...
+
+
+class OneRound:
+    """Gradients are added up over the microbatches, and reduced once."""
+
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
+        gradients.countdown.is_last_backward = index == last_nonempty
+
+    def ends_with(self, index: int, num_microbatches: int) -> bool:
+        return index == num_microbatches - 1
+
+    def has_all_grads(self, index: int, num_microbatches: int) -> bool:
+        return True
+
+
+class RoundEveryBackward:
+    """Gradients rest split: every backward is followed by reductions, which add to this rank's shard."""
+
+    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
+        gradients.begin_round(buckets, index)
+        gradients.countdown.is_last_backward = True
+
+    def ends_with(self, index: int, num_microbatches: int) -> bool:
+        return True
+
+    def has_all_grads(self, index: int, num_microbatches: int) -> bool:
+        return index == num_microbatches - 1
+
+
+# ---- norms ---------------------------------------------------------------------------------------------------------
+
+
+class NormSum(Protocol):
+    """Sums squared norms over the ranks that hold parts of the same parameters."""
+
+    def over_ranks(self, addends: Tensor) -> Tensor:
+        """[n], float64 -> the sums. Collective."""
+        ...
+
+
+class SumOverTensorRanks:
+    """See `NormSum`; of data ranks that each hold all that their place of the tensor axis has of a parameter."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def over_ranks(self, addends: Tensor) -> Tensor:
+        # Each rank adds in rank order: data ranks must get the same bits, also where the tensor ranks of one are joined
+        # by another transport.
+        return self._group.all_gather(addends.unsqueeze(0), 0).sum(0)
+
+
+class SumOverShards:
+    """See `NormSum`; of data ranks that each update a shard."""
+
+    def __init__(self, scalars: ScalarReducer, reducer: GradReducer, over_tensor_ranks: NormSum) -> None:
+        self._scalars, self._reducer, self._over_tensor_ranks = scalars, reducer, over_tensor_ranks
+
+    def over_ranks(self, addends: Tensor) -> Tensor:
+        self._scalars.all_reduce_async(TRUST_NORMS, shard_addend(self._reducer, addends))
+        of_place = torch.tensor(self._scalars.wait(TRUST_NORMS), dtype=addends.dtype, device=addends.device)
+        return self._over_tensor_ranks.over_ranks(of_place)
+
+
+# ---- scaling -------------------------------------------------------------------------------------------------------
+
+
+class GradScaling(Protocol):
+    """Where sums are scaled. `scale` is the grad scale."""
+
+    def sum_factor(self, scale: float | None) -> float | None:
+        """What the reducers multiply sums by; None: not known yet."""
+        ...
+
+    def update_factor(self, scale: float) -> float:
+        """What the sums must still be multiplied by when they are used."""
+        ...
+
+    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+        """Make gradients smaller by a coefficient; returns what the grad scale is multiplied by."""
+        ...
+
+
+class ScaledSums:
+    """Reducers scale the sums: states rest whole, and the update uses the sums as they are."""
+
+    def sum_factor(self, scale: float | None) -> float | None:
+        return scale
+
+    def update_factor(self, scale: float) -> float:
+        return 1.0
+
+    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+        if coefficient != 1.0:
+            for reducer in reducers:
+                reducer.scale_grads(coefficient)
+        return 1.0
+
+
+class ScaledInUpdate:
+    """The update scales the gradients that it prepares or converts."""
+
+    def sum_factor(self, scale: float | None) -> float | None:
+        return 1.0
+
+    def update_factor(self, scale: float) -> float:
+        return scale
+
+    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+        return coefficient
+
+
+def make_scaling(*, is_whole: bool, converts_grads: bool) -> GradScaling:
+    """`is_whole`: states rest whole. `converts_grads`: the update reads every gradient to convert it anyway."""
+    return ScaledSums() if is_whole and not converts_grads else ScaledInUpdate()
