@@ -257,7 +257,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 def _check_scheduler(job: Job, model: "nn.Module", sized: "RunSettings", *, has_valid: bool) -> None:
     """Make the task's scheduler once, over the model without memory. Raises TaskError or SettingError."""
     from fourfold.optim.user_optimizer import build_optimizer
-    from fourfold.trainer.lr_factors import check_evaluations, make_scheduler
+    from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 
     if job.task.scheduler is None:
         return

@@ -5,7 +5,7 @@ warm-up   the first steps: the rate rises linearly from the tuned one to the sca
 schedule  the curve after warm-up: constant, linear, cosine or step
 tag       the only key of an object that stands for a value that JSON does not have: {"tuple": [1, 2]}
 Law: a factor depends only on the step, the number of steps and the batch sizes: not on ranks, nor on earlier steps.
-Law: a torch scheduler's state holds no pickle and no callable: reading it gives numbers, strings, and lists and dicts of these.
+Law: a torch scheduler's state holds no pickle and no callable: numbers, strings, and lists and dicts of these.
 
 Sources: linear scaling and gradual warm-up, Goyal et al. 2017 (arXiv 1706.02677), §2.1, §2.2; step schedule, §5.1;
 square root, Krizhevsky 2014 (arXiv 1404.5997), §5; cosine, Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5.

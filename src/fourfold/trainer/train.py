@@ -35,7 +35,6 @@ from fourfold.trainer.callbacks.registry import check_callbacks, required_metric
 from fourfold.trainer.evaluate import check_measured, metric_needs
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.loop import TrainingLoop
-from fourfold.trainer.lr_factors import check_evaluations, make_scheduler
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
 from fourfold.trainer.progress import make_progress
 from fourfold.trainer.run_identity import Identity, run_identity
@@ -43,6 +42,7 @@ from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger, RunResult
 from fourfold.trainer.settings import TrainOptions, check_setting_names, make_settings
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
+from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
 from fourfold.trainer.watch import compilations_known, links_watched, waits_shown
 from fourfold.words.callback import Callback
