@@ -264,6 +264,19 @@ def lying_mds(folder: Path, form: str = "mds", **claims: Any) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [({"shards": {}}, "shards of type dict"), ({"column_sizes": ["8", None]}, "of '8' bytes, where int has 8")],
+)
+def test_what_an_index_of_mds_says_is_shown_with_its_type(tmp_path, claim, message):
+    shard = {"format": "mds", "version": 2, "samples": 1, "raw_data": {"basename": "x.mds", "bytes": 40}}
+    columns = {"column_names": ["x", "y"], "column_encodings": ["int", "str"]} | claim
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [shard | columns]} | claim))
+    (tmp_path / "x.mds").write_bytes(bytes(40))
+    with pytest.raises(ff.FourfoldError, match=message):
+        ff.open_source(tmp_path)
+
+
 def bomb_mds(folder: Path) -> None:
     lying_mds(folder, "mds-zstd", raw_data__bytes=2**28)
     for path in folder.glob("*.zstd"):

@@ -25,6 +25,7 @@ from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
+from fourfold.launcher.traceback_text import format_error
 from fourfold.plan.sample_order import rows
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -189,9 +190,12 @@ next(batches)
 
 
 @pytest.mark.parametrize(("end", "code"), [("ended", 0), ("killed", -signal.SIGKILL)])
-def test_a_worker_in_the_middle_of_a_read_ends_with_its_process(end, code):
+def test_a_worker_in_the_middle_of_a_read_ends_with_its_process(end, code, tmp_path):
     command = [sys.executable, "-c", STUCK, end]  # whose pipe is open as long as the worker
-    assert subprocess.run(command, timeout=60, stdout=subprocess.PIPE, check=False).returncode == code
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, timeout=60, stdout=subprocess.PIPE, check=False, env=environment)
+    assert done.returncode == code
+    assert code or not list(tmp_path.iterdir())  # the folder of the worker's sockets
 
 
 class Ragged(Pairs):
@@ -210,6 +214,26 @@ def test_an_error_for_people_in_a_worker_is_the_same_as_without():
     assert messages[0] == messages[1]
     assert "float32 [0] in sample 0, float32 [1] in sample 1" in messages[0]
     assert "collate_fn" in messages[0]
+
+
+class Broken(Pairs):
+    def __getitem__(self, index):
+        raise KeyError("label")
+
+
+class BrokenStream(data.IterableDataset):
+    def __iter__(self):
+        raise KeyError("label")
+
+
+@pytest.mark.parametrize("dataset", [Broken(), BrokenStream()])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_text_of_an_error_in_a_worker_has_the_lines_of_the_user(dataset):
+    with pytest.raises(KeyError) as caught:
+        list(ff.Feed(data.DataLoader(dataset, batch_size=4, num_workers=1)))
+    text = format_error(caught.value.with_traceback(caught.tb.tb_next))  # without this test's line, which is no run's
+    assert 'raise KeyError("label")' in text
+    assert len(text.splitlines()) <= 10
 
 
 # ---- Hugging Face -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fourfold.feed.source import add_sample_note, empty_like, make_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of
 from fourfold.feed.workers import copy_loader, raise_refused, refused
 from fourfold.plan.sample_order import shard_range
-from fourfold.words.errors import FourfoldError, Problem
+from fourfold.words.errors import Problem
 
 _END = object()
 
@@ -141,7 +141,7 @@ class _WorkerStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._stream.read(self._part)
-        except FourfoldError as error:
+        except Exception as error:
             yield refused(error)
 
 

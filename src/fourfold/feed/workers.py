@@ -12,17 +12,22 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from fourfold.environment.processes import leave_signals_to_parent, process_state
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
 from fourfold.feed.transform import in_epoch
+from fourfold.torch_kit.torch_private import ExceptionWrapper
+from fourfold.words.error_notes import noting, outer_traceback
 from fourfold.words.errors import FourfoldError
 from fourfold.words.task import Source
+
+_END = object()
 
 
 class Request(NamedTuple):
@@ -50,7 +55,7 @@ class _Reader(Dataset[Any]):
             seeded = functools.partial(seed_generators, request.seed, request.epoch)
             source = in_epoch(self._source, request.seed, request.epoch)
             return fetch_readable(source, request.numbers, before_sample=seeded)
-        except FourfoldError as error:
+        except Exception as error:
             return refused(error)
 
 
@@ -120,17 +125,27 @@ def _kill_workers() -> None:
 def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches of a loader's workers. Raises the first error for people among them."""
     before = multiprocessing.active_children()
+    get_temp_dir()  # the folder of the workers' sockets: this process removes it, as a worker that is killed does not
     batches = iter(loader)
     _workers.update(process for process in multiprocessing.active_children() if process not in before)
-    for batch in batches:
+    while True:
+        with noting("in a worker of the DataLoader"):  # whose lines are in the message
+            batch = next(batches, _END)
+        if batch is _END:
+            return
         if isinstance(batch, _Refused):
             raise batch.error
         yield batch
 
 
-def refused(error: FourfoldError) -> Any:
-    """An error for people as a worker sends it; `raise_refused` raises it."""
-    return _Refused(error)
+def refused(error: Exception) -> Any:
+    """An error as a worker sends it; `raise_refused` raises it. Of others than those for people, torch raises a copy,
+    whose message has the traceback: here without frames of ours."""
+    if isinstance(error, FourfoldError):
+        return _Refused(error)
+    info = get_worker_info()
+    where = f"in DataLoader worker process {info.id if info else 0}"
+    return ExceptionWrapper((type(error), error, outer_traceback(error)), where)
 
 
 def _identity(batch: Any) -> Any:

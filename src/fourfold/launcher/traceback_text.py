@@ -6,14 +6,12 @@ Law: an error without any line of the user's or a library keeps every frame, sin
 says in which call of the user's it was raised (`words/error_notes.py`).
 """
 
-import os
 import traceback
 
-from fourfold.words.error_notes import frame_owner, has_note, user_frame
+from fourfold.words.error_notes import INTERNAL, frame_owner, has_note, user_frame, wants_all_frames
 from fourfold.words.errors import FourfoldError, shortened
 from fourfold.words.terminal_text import escape_controls, terminal_width
 
-INTERNAL = ("fourfold", "torch", "Python")
 MAX_MESSAGE = 2000  # characters; less than `MAX_TEXT`, so that a problem has room for it and the user's lines
 MAX_FRAMES = 30  # shown; a model that calls itself has a thousand
 FULL_HINT = "  FOURFOLD_TRACEBACK=full shows every frame"
@@ -30,7 +28,7 @@ def format_error(error: BaseException) -> str:
 
     With FOURFOLD_TRACEBACK=full in the environment, every frame of either, and all of its message.
     """
-    full = os.environ.get("FOURFOLD_TRACEBACK") == "full"
+    full = wants_all_frames()
     if isinstance(error, FourfoldError) and not full:
         return error.full_message(terminal_width())
     report = traceback.TracebackException.from_exception(error)

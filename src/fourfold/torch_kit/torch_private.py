@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch._utils import ExceptionWrapper
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -29,6 +30,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "ExceptionWrapper",
     "TorchDispatchMode",
     "collate",
     "default_collate_fn_map",

@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from fourfold.words.errors import FourfoldError
@@ -21,6 +22,7 @@ FOURFOLD_PATH = str(Path(__file__).resolve().parent.parent) + os.sep
 TASKS_PATH = FOURFOLD_PATH + "tasks" + os.sep
 LIBRARY_PATHS = {sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep}
 STDLIB_PATH = sysconfig.get_path("stdlib") + os.sep
+INTERNAL = ("fourfold", "torch", "Python")  # owners
 
 
 class Note(str):
@@ -70,6 +72,19 @@ def user_frame(error: BaseException | None = None) -> traceback.FrameSummary | N
     # The outermost frame of a stack is the script of a command.
     stack = traceback.extract_stack()[1:] if error is None else traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(stack) if _is_users(frame.filename)), None)
+
+
+def wants_all_frames() -> bool:
+    """Whether FOURFOLD_TRACEBACK=full is in the environment."""
+    return os.environ.get("FOURFOLD_TRACEBACK") == "full"
+
+
+def outer_traceback(error: BaseException) -> TracebackType | None:
+    """An error's traceback from the first line of the user's or a library's on; the whole one if there is none."""
+    place = None if wants_all_frames() else error.__traceback__
+    while place is not None and frame_owner(place.tb_frame.f_code.co_filename) in INTERNAL:
+        place = place.tb_next
+    return place or error.__traceback__
 
 
 def frame_place(frame: traceback.FrameSummary | None) -> str:

@@ -327,7 +327,7 @@ def _read_index(path: Path) -> list[dict[str, Any]]:
             or not isinstance(shards, list)
             or not all(isinstance(each, dict) for each in shards)
         ):
-            raise ValueError(f"version {content['version']!r}")
+            raise ValueError(f"version {content['version']!r}, and shards of type {type(shards).__name__}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"{path}: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(Problem(got, NEED), where=str(path)) from error
@@ -362,7 +362,7 @@ def _columns_of(shards: Sequence[dict[str, Any]], wanted: Sequence[str] | None, 
             if name not in unwanted:
                 encoding = parse_encoding(text)
             if encoding.size != (size or None) or (encoding.size or 0) < 0:
-                raise ValueError(f"of {size} bytes, where {text[:60]} has {encoding.size or 'no fixed size'}")
+                raise ValueError(f"of {size!r} bytes, where {text[:60]} has {encoding.size or 'no fixed size'}")
             encodings.append(encoding)
         except ValueError as error:
             problems.append(Problem(f"column {name!r}: {error}", attempt="columns= without it"))

@@ -74,6 +74,7 @@ class ShardCache:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Raises DataError if the folder cannot be made or written."""
         self.folder, self.max_bytes = Path(folder), max_bytes
+        self.has_logged_room = False  # that it lacks room: said once, and not in each epoch
         if max_bytes < 1:
             raise DataError(Problem(f"a cache of {max_bytes} bytes", "1 or more"), where=str(folder))
         try:

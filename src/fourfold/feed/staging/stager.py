@@ -60,7 +60,6 @@ class Stager:
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         """Held to change a copy, notified when one has changed."""
-        self._has_logged_room = False
         # Then a shard that was read before its copy was made is copied all the same, for the next epoch.
         self._keeps_all = sum(shard.num_bytes for shard in shards) <= cache.max_bytes
 
@@ -186,8 +185,8 @@ class Stager:
             self._changed.notify_all()
 
     def _log_room(self, copy: _Copy) -> None:
-        if self._has_logged_room:
+        if self._cache.has_logged_room:
             return
-        self._has_logged_room = True
+        self._cache.has_logged_room = True
         name = self._shards[copy.shard].name
         log.warning(f"{self._cache.folder} has no room for {name}: what it cannot hold is read from {self._origin.url}")
