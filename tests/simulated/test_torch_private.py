@@ -511,7 +511,7 @@ def test_flash_attention_on_a_gpu_takes_these_arguments():
 
 def test_a_wrapped_error_is_raised_again_with_its_text():
     wrapped = private.ExceptionWrapper((ValueError, ValueError("label"), None), "in worker 0")
-    with pytest.raises(ValueError, match="Caught ValueError in worker 0(.|\n)*label"):
+    with pytest.raises(ValueError, match=r"Caught ValueError in worker 0(.|\n)*label"):
         wrapped.reraise()
 
 
