@@ -283,16 +283,22 @@ def test_a_finished_run_without_room_for_anything_says_so(tmp_path, monkeypatch)
     assert not (tmp_path / "run" / "weights").exists()
 
 
-def test_a_stop_signal_ends_the_wait_for_room(tmp_path, monkeypatch):
-    disk = SmallDisk(monkeypatch, refusals=10**9)
+@pytest.mark.parametrize(("room", "has_weights"), [(0, False), (400, True)])
+def test_a_stop_signal_ends_the_wait_for_room(tmp_path, monkeypatch, room, has_weights):
+    disk = SmallDisk(monkeypatch, refusals=10**9, room=room)
 
     def write(path: Path, snapshot: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return disk.write(path, snapshot)
 
     monkeypatch.setattr(writer, "write_snapshot", write)
-    with pytest.raises(StoppedError, match="stopped by SIGTERM after step 6; nothing is saved"):
-        train(tmp_path)
+    weights = f"the weights alone are saved, for fourfold checkpoint export {tmp_path / 'run' / 'weights'}"
+    saved = weights if has_weights else "nothing is saved"
+    with pytest.raises(
+        StoppedError, match=f"stopped by SIGTERM after step 6; {re.escape(saved)}, and the same command"
+    ):
+        train(tmp_path, optimizer="adam")
+    assert (tmp_path / "run" / "weights").exists() == has_weights
 
 
 def test_a_launcher_sees_that_a_finished_run_still_saves_and_waits_for_room(tmp_path, monkeypatch):

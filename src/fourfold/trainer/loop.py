@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold.checkpoint.collect import TrainingState
@@ -211,7 +212,7 @@ class TrainingLoop:
             self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
         self._report_checkpoints()
 
-    def save_and_stop(self, progress: TrainingProgress, signal_number: int) -> NoReturn:
+    def save_and_stop(self, progress: TrainingProgress, signal_number: int, weights: Path | None = None) -> NoReturn:
         """Save, and raise StoppedError. Collective. `signal_number`: what this rank has received, or 0."""
         with self.heartbeat.pause():
             if self.settings.checkpoint_every and self.checkpoints.saved_step != progress.step:
@@ -221,7 +222,7 @@ class TrainingLoop:
             # SIGTERM takes precedence over Ctrl-C: a scheduler sends it, which starts the job again.
             is_sigterm = signal.SIGTERM in self.state.step.all_gather_json(signal_number)
             name = "SIGTERM" if is_sigterm else "SIGINT"
-            saved = _format_saved(self.checkpoints.newest_step(), progress.step)
+            saved = _format_saved(self.checkpoints.newest_step(), progress.step, weights)
             text = f"stopped by {name} after step {progress.step}{saved}"
             self.logger.record_fault("terminated", progress.step, text)
             # All ranks leave together: other launchers end all ranks when the first has gone.
@@ -264,9 +265,14 @@ class TrainingLoop:
         if wait_until_saved(checkpoints, step, self.logger, **how, is_stopping=lambda: stop_signal() > 0):
             return
         number = stop_signal()
-        if any(step.all_gather_json(number)):
-            self.save_and_stop(progress, number)
-        _save_weights_alone(checkpoints, step, progress)
+        is_stopped = any(step.all_gather_json(number))
+        folder, failure = checkpoints.save_weights(progress)
+        if failure := step.all_gather_json(failure)[0]:
+            checkpoints.remove_weights(keep_whole=True)
+        weights = None if failure else folder
+        if is_stopped:
+            self.save_and_stop(progress, number, weights)
+        _raise_not_saved(checkpoints, step, progress, weights=weights, failure=failure)
 
     def _make_sample(self) -> Any:
         """What the task's `sample` returns, by the averaged weights where there are some. Collective."""
@@ -319,13 +325,14 @@ def _noted(place: str) -> Iterator[None]:
         raise
 
 
-def _format_saved(newest: int | None, step: int) -> str:
+def _format_saved(newest: int | None, step: int, weights: Path | None) -> str:
     """What is saved of a run that has stopped after `step`, and where the same command will resume."""
     if newest == step:
         return ", which is saved; run the same command again to resume there"
+    alone = f"; the weights alone are saved, for fourfold checkpoint export {weights}" if weights else ""
     if newest:
-        return f"; the newest checkpoint is of step {newest}; run the same command again to resume there"
-    return "; nothing is saved, and the same command starts over"
+        return f"{alone}; the newest checkpoint is of step {newest}; run the same command again to resume there"
+    return f"{alone or '; nothing is saved'}, and the same command starts over"
 
 
 def _check_lr_factor(factor: Any, step: int) -> float:
@@ -380,16 +387,15 @@ def wait_until_saved(
         checkpoints.save_again()
 
 
-def _save_weights_alone(checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress) -> NoReturn:
-    """Save the weights without the rest, where the disk has room for them. Collective. Raises TrainingError."""
-    folder, failure = checkpoints.save_weights(progress)
-    view = [checkpoints.newest_step(), checkpoints.last_reason, failure]
-    resumed, reason, failure = step.all_gather_json(view)[0]
+def _raise_not_saved(
+    checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress, *, weights: Path | None, failure: str
+) -> NoReturn:
+    """Raise the TrainingError of a run whose last checkpoint is not written. Collective."""
+    resumed, reason = step.all_gather_json([checkpoints.newest_step(), checkpoints.last_reason])[0]
     got = f"all {progress.step} steps are done, but the last checkpoint could not be written: {reason}"
     attempt = f"the same command, which {f'resumes from step {resumed}' if resumed else 'starts over'}"
-    if failure:
-        checkpoints.remove_weights(keep_whole=True)
+    if weights is None:
         got = f"{got}; nor could the weights alone: {failure}"
     else:
-        attempt = f"fourfold checkpoint export {folder}, which has the weights; or {attempt}"
+        attempt = f"fourfold checkpoint export {weights}, which has the weights; or {attempt}"
     raise TrainingError(Problem(got, "a disk that can be written and has room", attempt), where="training")
