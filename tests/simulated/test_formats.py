@@ -31,6 +31,7 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
 from fourfold.model.model_call import call_model
+from fourfold.verification.one_device import to_float64_model
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
 FILES = Path(__file__).parents[1] / "format_files"
@@ -173,6 +174,9 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     with pytest.raises(RuntimeError) as caught:
         call_model(torch.nn.Linear(2, 1), x)
     assert [note.split("\n")[0] for note in caught.value.__notes__] == ["  inputs of float64"]
+    assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:  # as in `verify`
+        call_model(to_float64_model(torch.nn.Linear(2, 1)), torch.arange(2))
     assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
 
 

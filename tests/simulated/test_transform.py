@@ -231,3 +231,8 @@ def test_images_are_decoded_and_augmented(tmp_path):
     assert {tuple(row.flatten().tolist()) for row in inputs} == {tuple(row.flatten().tolist()) for row in found[0]}
     assert windowed.bytes_read is not None
     assert len({tuple(row.flatten().tolist()) for row in found[0]}) == 12
+
+
+def test_a_file_of_a_transform_that_does_not_exist_is_said():
+    with pytest.raises(DataError, match="transform = nowhere.py:f: no file nowhere.py"):
+        list(ff.Feed([(torch.zeros(1), 0)], batch_size=1, transform="nowhere.py:f"))

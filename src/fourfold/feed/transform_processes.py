@@ -130,7 +130,9 @@ class ProcessTransform:
         file, _, name = spec.partition(":")
         if not file.endswith(".py") or not name.isidentifier() or not Path(file).is_file():
             need = f"FILE.py:name, in a Python file {NEED}"
-            raise DataError(Problem(f"transform = {spec}", need, "transform='augment.py:augment'"), where=WHERE)
+            is_missing = file.endswith(".py") and not Path(file).is_file()
+            got = f"transform = {spec}{f': no file {file}' if is_missing else ''}"
+            raise DataError(Problem(got, need, "transform='augment.py:augment'"), where=WHERE)
         self.spec, self.count = f"{Path(file).resolve()}:{name}", count
         self._process = 0
         self._start()

@@ -30,14 +30,18 @@ def call_model(model: torch.nn.Module, inputs: Any, real_tokens: Tensor | None =
     return tree_map(outputs, lambda tensor: tensor[:, real_tokens] if has_token_dim(tensor, length) else tensor)
 
 
+TRAINED_DTYPES = "trained_dtypes"  # of a module that is converted for a comparison: its weights' dtypes before
+
+
 def _dtype_note(failed: torch.nn.Module, inputs: Any) -> str:
     """What to do if no input has a dtype of the failed module's weights, as the columns of a table often have not."""
-    given, needed = (
-        sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
-        for tensors in (tree_leaves(inputs), failed.parameters(recurse=False))
-    )
+    weights = list(failed.parameters(recurse=False))
+    dtypes = [each.dtype for each in tree_leaves(inputs)], [each.dtype for each in weights]
+    # `verify` computes in float64: advice is about the dtype that is trained.
+    trained = getattr(failed, TRAINED_DTYPES, dtypes[1])
+    given, held, needed = (sorted({str(each).removeprefix("torch.") for each in some}) for some in (*dtypes, trained))
     takes_indices = isinstance(failed, torch.nn.Embedding | torch.nn.EmbeddingBag)
-    if not needed or takes_indices or {*given} & {*needed}:
+    if not needed or takes_indices or {*given} & {*held}:
         return ""
     attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
     if any(each.startswith("complex") for each in given):  # a cast would drop the imaginary parts

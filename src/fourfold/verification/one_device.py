@@ -19,7 +19,7 @@ from fourfold.environment.world import World
 from fourfold.model.batch import num_samples, unpack_batch
 from fourfold.model.batch_statistics import own_statistics
 from fourfold.model.loss_sum import Loss, sum_loss
-from fourfold.model.model_call import call_model, model_loss
+from fourfold.model.model_call import TRAINED_DTYPES, call_model, model_loss
 from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.proof.float64_mode import Float64Mode
@@ -256,6 +256,8 @@ def copy_with_hooks(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Mo
 
 def to_float64_model(model: nn.Module) -> nn.Module:
     """The model in float64 and complex128."""
+    for module in model.modules():  # copies of a module have its attributes, those of a parameter have not
+        setattr(module, TRAINED_DTYPES, [each.dtype for each in module.parameters(recurse=False)])
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_complex():  # `double` leaves complex tensors as they are
