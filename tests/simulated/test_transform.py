@@ -234,5 +234,5 @@ def test_images_are_decoded_and_augmented(tmp_path):
 
 
 def test_a_file_of_a_transform_that_does_not_exist_is_said():
-    with pytest.raises(DataError, match="transform = nowhere.py:f: no file nowhere.py"):
+    with pytest.raises(DataError, match=r"transform = nowhere\.py:f: no file nowhere\.py"):
         list(ff.Feed([(torch.zeros(1), 0)], batch_size=1, transform="nowhere.py:f"))
