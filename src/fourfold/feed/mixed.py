@@ -22,7 +22,7 @@ from fourfold.feed.expected import AllExpected, Expected, expect_batches
 from fourfold.feed.orders import OrderChoice, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.plan.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
-from fourfold.plan.sample_order import ORDERS
+from fourfold.plan.order_names import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem
 

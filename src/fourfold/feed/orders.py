@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.feed.source import source_attribute
 from fourfold.feed.stream import Stream
-from fourfold.plan.sample_order import ORDERS, GlobalOrder, InOrder, SampleOrder
+from fourfold.plan.order_names import ORDERS
+from fourfold.plan.sample_order import GlobalOrder, InOrder, SampleOrder
 from fourfold.plan.windowed_order import WindowedOrder, window_problems
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem

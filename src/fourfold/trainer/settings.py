@@ -19,7 +19,7 @@ import msgspec
 
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
-from fourfold.plan.sample_order import ORDERS
+from fourfold.plan.order_names import ORDERS
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
