@@ -216,7 +216,10 @@ def plan_of(kind: str, dp: int = 2, **options: Any) -> Plan:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_ordinary_models_pass_in_float64(kind, caplog):
-    threads.run(2, lambda comm: trained(comm, kind, plan_of(kind)))
+    if "compiled" in kind:  # torch says of all threads that they compile while one does
+        threads.run(1, lambda comm: trained(comm, kind, plan_of(kind, dp=1, microbatches=2)))
+    else:
+        threads.run(2, lambda comm: trained(comm, kind, plan_of(kind)))
     if "reentrant" not in kind and "compiled" not in kind:  # these are refused at zero 3
         threads.run(2, lambda comm: trained(comm, kind, plan_of(kind, zero=3, transport="gloo", microbatches=2)))
     assert not [record for record in caplog.records if "dry run of the loss" in record.message]
