@@ -462,10 +462,13 @@ def test_an_optimizer_is_made_without_importing_torch_dynamo():
 # ---- kernels of attention ----
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_flash_attention_on_a_cpu_is_attention(is_causal):
-    inputs = [torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    q, k, v = (tensor.detach() for tensor in inputs)
+def test_flash_attention_on_a_cpu_is_attention(is_causal, is_strided):
+    # Heads of 2 that torch.cat makes of rotated halves have another stride than 1 in their last dim.
+    strides = (96, 48, 1, 6) if is_strided else (96, 48, 8, 1)
+    inputs = [torch.empty_strided((1, 2, 6, 8), strides, dtype=torch.float64).normal_() for _ in range(3)]
+    q, k, v = (tensor.requires_grad_().detach() for tensor in inputs)
     options = {"is_causal": is_causal, "scale": None}
     out, lse = private.cpu_flash_attention(q, k, v, mask=None, **options)
     expected = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=is_causal)

@@ -279,12 +279,17 @@ def avoid_dynamo_import() -> None:
 # ---- kernels of attention ---------------------------------------------------------------------------------------
 
 
+def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernels require a stride of 1 in the last dim of q, k, v and the output. On CPUs they do not check it."""
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+
+
 def cpu_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Flash attention on a CPU: output [B, H, L, K] and logsumexp [B, H, L], which is 0 in fully masked rows."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+        *_contiguous_rows(q, k, v), 0.0, is_causal, attn_mask=mask, scale=scale
     )
 
 
@@ -300,7 +305,7 @@ def cpu_flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `inputs` (q, k, v)."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, *inputs, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        grad_out, *_contiguous_rows(*inputs, out), lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
 
 
@@ -308,7 +313,8 @@ def cuda_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Flash attention on a GPU: output and logsumexp. As many heads in k and v as in q."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    rows = _contiguous_rows(q, k, v)
+    found = torch.ops.aten._scaled_dot_product_flash_attention(*rows, 0.0, is_causal, False, scale=scale)
     return found[0], found[1]
 
 
@@ -322,7 +328,7 @@ def cuda_flash_attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `inputs` (q, k, v). The kernel reads `lse` as contiguous, whatever its strides are."""
-    (q, k, v), lse = inputs, lse.contiguous()
+    (q, k, v, out), lse = _contiguous_rows(*inputs, out), lse.contiguous()
     # The state of dropout's generator, of which this call makes no use.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
