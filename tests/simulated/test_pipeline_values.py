@@ -331,6 +331,13 @@ class Late(Net):
         return self.head(self.through(self.pos(self.emb(x))))
 
 
+class Again(Net):
+    """A module in front of the blocks that is called again behind them, as in the prediction of several tokens."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.through(self.emb(x)) + self.emb(x.roll(-1)))
+
+
 LEFT = threading.local()
 
 
@@ -607,6 +614,7 @@ def test_what_crosses_a_stage_trains_as_on_one_device(kind, fields):
     (Objects, r"needs what blocks\.1 returned .*: Held, an object   need tensors.* try Held as a dataclass, or pp = 1"),
     (Differentiating, r"torch\.autograd\.grad of the model's own, which fails through blocks .* try pp = 1"),
     (Late, r"pos, which has weights and is defined behind the blocks, called in front of them"),
+    (Again, r"emb, which has weights and is defined in front of the blocks, called behind blocks\.1"),
     (HiddenGradient, r"other gradients of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Misplaced, r"other outputs of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Outside, r"another loss of stage 1 \(blocks\.2 to blocks\.3\) by itself"),

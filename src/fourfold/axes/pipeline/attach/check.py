@@ -225,8 +225,7 @@ class PipelineCheck:
             got = "blocks in another order" if wrong is None else f"{wrong} called {called.count(wrong)} times"
             return [Problem(f"{got} in one forward", NEED, "pp = 1")]
         first_exit = self._divided.stages.boundaries()[0]
-        before = [name for name in calls if name in chain.before]
-        if late := [name for name in before if calls.index(name) > calls.index(first_exit)]:
+        if late := [name for name in calls[calls.index(first_exit) :] if name in chain.before]:
             got = f"{late[0]}, which has weights and is defined in front of the blocks, called behind {first_exit}"
             attempt = "a model that defines it behind the blocks, or pp = 1"
             return [Problem(got, "modules defined in front of the blocks that are called on the first stage", attempt)]
