@@ -298,6 +298,19 @@ class Checkpointed(Net):
         return x
 
 
+class Around(Net):
+    """Checkpoints around each block and what follows it, one inside another."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+
+            def inner(x: Tensor, block: nn.Module = block) -> Tensor:
+                return x + checkpoint(lambda x: block(x.sin()).tanh() * 1.1, x, use_reentrant=False)
+
+            x = checkpoint(inner, x, use_reentrant=False)
+        return x
+
+
 class Segments(Net):
     """Checkpoints around several blocks."""
 
@@ -336,6 +349,13 @@ class Again(Net):
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.through(self.emb(x)) + self.emb(x.roll(-1)))
+
+
+class Transformed(Net):
+    """Blocks that are called inside of vmap, for each sample."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.func.vmap(self.through)(self.emb(x)))
 
 
 LEFT = threading.local()
@@ -587,7 +607,7 @@ def divided(kind: type[nn.Module], fields: dict[str, Any], comm: Any) -> Trained
 
 OF_SAMPLES = [
     *(KeptInBlocks, Counted, ReadByLoss, TrainingOnly, InPlace, Hooked, ListInFront, OwnWeight, Frozen, Checkpointed),
-    *(Listening, Private),
+    *(Listening, Private, Around),
 ]
 OF_BATCHES = [Deciding, PlainValues, SequenceFirst, CalledTwice, Buffers, Packed]
 """What these compute depends on which samples are in one microbatch."""
@@ -615,6 +635,7 @@ def test_what_crosses_a_stage_trains_as_on_one_device(kind, fields):
     (Differentiating, r"torch\.autograd\.grad of the model's own, which fails through blocks .* try pp = 1"),
     (Late, r"pos, which has weights and is defined behind the blocks, called in front of them"),
     (Again, r"emb, which has weights and is defined in front of the blocks, called behind blocks\.1"),
+    (Transformed, r"blocks\.0, called inside of a transform of torch\.func, .* try a transform inside of one block"),
     (HiddenGradient, r"other gradients of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Misplaced, r"other outputs of stage 1 \(blocks\.2 to blocks\.3\) by itself"),
     (Outside, r"another loss of stage 1 \(blocks\.2 to blocks\.3\) by itself"),

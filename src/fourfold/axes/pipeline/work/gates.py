@@ -54,6 +54,7 @@ from fourfold.axes.pipeline.work.values import (
     written_attributes,
 )
 from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.torch_kit.checkpoints import current_checkpoint
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import own_parameters
 from fourfold.words.errors import Problem, TaskError
@@ -123,7 +124,6 @@ class Gates:
         self.stage, self._model, self._learned = stage, model, known
         self._split_tokens, self._device = split_tokens, device
         blocks, names = stages.blocks[stage], stages.chain.blocks
-        self._replaced = [*stages.chain.before, *names[: blocks.start]] if stage else []
         own = [*([] if stage else stages.chain.before), *names[blocks.start : blocks.stop]]
         modules = {name: model.get_submodule(name).named_modules(prefix=name) for name in own}
         self._own = {name: [each for each in inside if not is_of_torch(each[1])] for name, inside in modules.items()}
@@ -139,6 +139,8 @@ class Gates:
         """The metadata of the last message that was sent."""
         self._shown: Replacements = []
         """Weights and attributes of other stages as they are in the last forward: where, and what."""
+        self._recomputed: Replacements = []
+        """The gates that the last forward has gone through within checkpoints, which compute again in backward."""
         self._later = set[Source]()
         """Attributes that this stage's modules have written, and did not in the first batch: those behind raise."""
         self._in_backward = contextlib.ExitStack()
@@ -146,6 +148,12 @@ class Gates:
     @property
     def chain(self) -> Chain:
         return self._learned.stages.chain
+
+    @property
+    def _replaced(self) -> Sequence[str]:
+        """The modules of earlier stages."""
+        first = self._learned.stages.blocks[self.stage].start
+        return (*self.chain.before, *self.chain.blocks[:first]) if self.stage else ()
 
     def set_metadata(self, known: Known) -> None:
         """Give the metadata to a stage that gets no messages."""
@@ -158,7 +166,7 @@ class Gates:
         Unless it is the last stage, the call raises StageEnd with the tensors to send.
         """
         given, calls = self._given(received, carried.received), dict[str, int]()
-        self._shown = self._show(given)
+        self._shown, self._recomputed = self._show(given), []
         described: dict[Source, Sequence[Described]] = {}
         before: dict[str, dict[str, list[Any]]] = {}
         arguments: dict[str, ArgumentStates] = {}
@@ -234,7 +242,7 @@ class Gates:
     def keep_for_backward(self, roots: Iterable[Tensor]) -> None:
         """Keep what is shown, and the attributes of this stage's modules, for the backward that begins with these."""
         attributes = [each for name in self._own for each in self._attributes(name)]
-        kept = [*self._shown, *(attribute_of(self._model, each) for each in attributes)]
+        kept = [*self._shown, *self._recomputed, *(attribute_of(self._model, each) for each in attributes)]
 
         def show(_: Tensor) -> None:
             self._in_backward.enter_context(replaced(kept))
@@ -301,12 +309,19 @@ class Gates:
         def gate(*args: Any, **kwargs: Any) -> Any:
             source = Source(OUTPUT, name, calls.get(name, 0))
             calls[name] = source.call + 1
-            if name in self._split_tokens.entries:
-                hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
-                self._split_tokens.region.begin_tokens(hidden)
-            return self._filled(source, given.get(source))
+            give = functools.partial(self._give, name, self._filled(source, given.get(source)))
+            if current_checkpoint() is not None:
+                module = self._model.get_submodule(name)
+                self._recomputed += [(vars(module), "forward", give), *without_hooks(module)]
+            return give(*args, **kwargs)
 
         return gate
+
+    def _give(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in self._split_tokens.entries:
+            hidden = next(each for each in tree_leaves((args, kwargs)) if each.is_floating_point())
+            self._split_tokens.region.begin_tokens(hidden)
+        return value
 
     def _show(self, given: Mapping[Source, Sequence[Any]]) -> Replacements:
         shown: Replacements = []

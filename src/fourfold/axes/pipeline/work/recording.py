@@ -26,6 +26,8 @@ from fourfold.axes.pipeline.work.values import (
     written_attributes,
 )
 from fourfold.torch_kit.checkpoints import current_checkpoint
+from fourfold.torch_kit.torch_private import are_transforms_active
+from fourfold.words.errors import Problem, TaskError
 
 
 @dataclass
@@ -96,6 +98,10 @@ class Recorder:
                 hook.remove()
 
     def _record(self, name: str, module: nn.Module, output: Any) -> Any:
+        if are_transforms_active():
+            got = f"{name}, called inside of a transform of torch.func, such as vmap or grad"
+            need = "blocks, and modules in front of them, that are called outside of transforms"
+            raise TaskError(Problem(got, need, "a transform inside of one block, or pp = 1"), where="the pipeline")
         is_own = self._known.stages.stage_of(name) in self._own
         self._is_trained = self._is_trained or any(p in self._trained for p in module.parameters())
         for path, each in module.named_modules(prefix=name):
