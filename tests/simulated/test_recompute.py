@@ -159,6 +159,36 @@ def test_a_result_that_a_block_changes_in_place_cannot_be_kept() -> None:
     assert all(torch.equal(got[name], each) for name, each in kept.items())
 
 
+class Squashed(nn.Module):
+    """A result that is written as a view with a version of its own: torch makes one of a product without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, None]).tanh_()[:, 0]
+
+
+class Recurrent(nn.Module):
+    """`nn.GRU` writes chunks of a product, which have versions of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x[:, None])[0][:, 0]
+
+
+@pytest.mark.parametrize("layer", [Squashed, Recurrent])
+def test_a_result_that_is_changed_through_a_view_with_a_version_of_its_own_cannot_be_kept(layer: Any) -> None:
+    with pytest.raises(TrainingError, match=r"the result of aten\.(mm|addmm)\.default, changed in place"):
+        train_body("selective", layer)
+    got, kept = (state_of(train_body(each, layer)) for each in ("full", "none"))
+    assert all(torch.equal(got[name], each) for name, each in kept.items())
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("zeroed", ["", "0.weight 0.bias"])
 def test_blocks_whose_inputs_differ_on_tensor_ranks_keep_them_whole(recompute: str, zeroed: str) -> None:

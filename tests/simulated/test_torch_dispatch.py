@@ -1,8 +1,8 @@
 """Each private name of torch that `torch_kit/torch_dispatch.py` uses is there, and does what its function says.
 
 They are torch.utils._python_dispatch, _should_skip_dynamo, _make_wrapper_subclass, torch._C._DisableTorchDispatch,
-_SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, the _schema of an operation,
-and the compilation callbacks of torch._dynamo.
+_SetExcludeDispatchKeyGuard, _backward_hooks and _post_accumulate_grad_hooks of a tensor, the operation _unsafe_view,
+the _schema of an operation, and the compilation callbacks of torch._dynamo.
 """
 
 import subprocess
@@ -142,6 +142,18 @@ def test_products_and_attention_are_what_a_transformer_block_calls_below_autogra
         torch.softmax(x @ x.mT, -1)
     names = {func.overloadpacket.__name__ for func in recorder.seen & private.PRODUCTS_AND_ATTENTION}
     assert names == {"addmm", "mm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+def test_the_results_of_uncounted_views_are_memory_of_their_argument_with_a_version_of_its_own():
+    x = torch.ones(2, 4)
+    shapes = {
+        aten._unsafe_view.default: [2, 2, 2], aten.unsafe_split.Tensor: 1, aten.unsafe_split_with_sizes.default: [1, 1],
+    }  # fmt: skip
+    assert shapes.keys() == private.UNCOUNTED_VIEWS
+    for number, (function, shape) in enumerate(shapes.items()):
+        view = function(x, shape)
+        (view if isinstance(view, Tensor) else view[0]).add_(1)
+        assert (x[0, 0].item(), x._version) == (number + 2, 0)
 
 
 def test_compilations_are_noted_from_their_beginning_to_their_end():

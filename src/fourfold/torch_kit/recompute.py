@@ -24,41 +24,53 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.torch_kit.torch_dispatch import PRODUCTS_AND_ATTENTION, EagerDispatchMode, kept_alias
-from fourfold.torch_kit.torch_private import version_of
+from fourfold.torch_kit.torch_dispatch import PRODUCTS_AND_ATTENTION, UNCOUNTED_VIEWS, EagerDispatchMode, kept_alias
+from fourfold.torch_kit.torch_private import storage_key, version_of
 from fourfold.words.errors import Problem, TrainingError
 
 Compute = Callable[[], tuple[Tensor, ...]]
 COLLECTIVE = "a collective"
 
 
+class _Kept(NamedTuple):
+    """The results of one operation, and the versions of these and of views that are not counted with them."""
+
+    results: tuple[Any, ...]
+    versions: list[tuple[Tensor, int]]
+
+
 class _Results:
-    """What one region keeps: by operation, or by `kept`, the results in order, and their versions."""
+    """What one region keeps: by operation, or by `kept`, the results in order."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, deque[list[tuple[Any, int]]]] = {}
+        self._kept: dict[Any, deque[_Kept]] = {}
+        self._by_storage: dict[int, _Kept] = {}
 
     def add(self, key: Any, results: Any) -> None:
-        aliases = [kept_alias(each) if isinstance(each, Tensor) else each for each in _as_tuple(results)]
-        self._kept.setdefault(key, deque()).append([(each, _version_of(each)) for each in aliases])
+        aliases = tuple(kept_alias(each) if isinstance(each, Tensor) else each for each in _as_tuple(results))
+        kept = _Kept(aliases, [(each, version_of(each)) for each in aliases if isinstance(each, Tensor)])
+        self._kept.setdefault(key, deque()).append(kept)
+        self._by_storage |= {storage_key(each): kept for each, _ in kept.versions}
+
+    def add_views(self, views: Any) -> None:
+        """Views that may be of what is kept: who writes them changes it."""
+        for each in _as_tuple(views):
+            if (kept := self._by_storage.get(storage_key(each))) is not None:
+                kept.versions.append((kept_alias(each), version_of(each)))
 
     def take(self, key: Any) -> tuple[Any, ...]:
         if not self._kept.get(key):
             got = f"{key} in the second forward of a block, and not in the first"
             raise TrainingError(Problem(got, "the same forward twice", 'recompute = "full" or "none"'))
-        results = self._kept[key].popleft()
-        if any(_version_of(each) != version for each, version in results):
+        kept = self._kept[key].popleft()
+        if any(version_of(each) != version for each, version in kept.versions):
             got = f"the result of {key}, changed in place after it was kept"
             raise TrainingError(Problem(got, "what forward computed with", 'recompute = "full" or "none"'))
-        return tuple(each for each, _ in results)
+        return kept.results
 
 
 def _as_tuple(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, tuple | list) else (results,)
-
-
-def _version_of(result: Any) -> int:
-    return version_of(result) if isinstance(result, Tensor) else 0
 
 
 class _Keeping(EagerDispatchMode):
@@ -72,6 +84,8 @@ class _Keeping(EagerDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS_AND_ATTENTION and not self._is_off:
             self._results.add(func, result)
+        if func in UNCOUNTED_VIEWS:
+            self._results.add_views(result)
         return result
 
     def kept(self, compute: Compute) -> tuple[Tensor, ...]:

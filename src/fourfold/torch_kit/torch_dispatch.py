@@ -21,6 +21,11 @@ PRODUCTS_AND_ATTENTION = frozenset(
     if hasattr(_ATEN, name)
 )
 """Products of activations with weights, and attention that never holds its scores, as operations below autograd."""
+UNCOUNTED_VIEWS = frozenset(
+    [_ATEN._unsafe_view.default, _ATEN.unsafe_split.Tensor, _ATEN.unsafe_split_with_sizes.default]
+)
+"""Operations whose results are the memory of their argument, and have versions of their own: linear layers without a
+bias and `nn.GRU` use them."""
 
 
 class EagerDispatchMode(TorchDispatchMode):
