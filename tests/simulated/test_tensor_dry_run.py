@@ -230,6 +230,18 @@ class FewerOutputs(nn.Module):
         return self.up(x).mean(-1, keepdim=True)
 
 
+class Sharing(nn.Module):
+    """Two layers with one weight, and a softmax of split features behind the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP(), MLP(SoftmaxOfFeatures())
+        self.second.up.weight = self.first.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 FIRST_RULES = {"blocks.0.up": "column", "blocks.0.down": "row"}
 MLP_RULES = {"blocks.*.up": "column", "blocks.*.down": "row"}
 ATTENTION_RULES = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.out": "row"}
@@ -300,6 +312,11 @@ WRONG: dict[str, tuple[Any, dict[str, str], str]] = {
         (Penalized,),
         MLP_RULES,
         r'blocks\.0\.up\.weight is used outside of its layer.*no rule for "blocks\.\*\.up"',
+    ),
+    "softmax behind a layer whose weight another one has too": (
+        (Sharing,),
+        {"blocks.*.*.up": "column", "blocks.*.*.down": "row"},
+        r"blocks\.0\.second\.middle \(SoftmaxOfFeatures\) returns outputs that are not the whole model's",
     ),
     "a gradient without its sum": (
         (mlp_with(Gain), mlp_with(Gain)),

@@ -258,7 +258,7 @@ class TensorDryRun:
     def _compare(self, whole: WholeRun, batch: Any, dtype: torch.dtype | None, group: CheckedTensorGroup) -> Findings:
         """What differs where the model is cut. Collective on the tensor ranks."""
         trace = ModuleTrace(self._model)
-        uses = OutsideUses(whole.weights, self._shards, trace)
+        uses = OutsideUses(self._model, whole.weights, self._shards, trace)
         with self._computing(self._model, whole.weights, dtype), self._axis.region.with_group(group), uses:
             try:
                 run = self._forward(self._model, _cast(batch, dtype), trace)

@@ -83,21 +83,32 @@ class ModuleTrace:
 
 
 class OutsideUses(TorchFunctionMode):
-    """Notes split weights that are used while their own layer does not run."""
+    """Notes split weights of a model that are used while no layer runs that has them.
+
+    weights  those that it computes with
+    """
 
     def __init__(
-        self, weights: Mapping[str, nn.Parameter], shards: Mapping[str, TensorShard], trace: ModuleTrace
+        self,
+        model: nn.Module,
+        weights: Mapping[str, nn.Parameter],
+        shards: Mapping[str, TensorShard],
+        trace: ModuleTrace,
     ) -> None:
         super().__init__()
         self._trace = trace
         self._names = {id(p): name for name, p in weights.items() if not shards[name].is_whole}
+        layers: dict[nn.Parameter, set[str]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            layers.setdefault(p, set()).add(name.rpartition(".")[0])
+        self._layers = {name: layers[p] for name, p in model.named_parameters()}
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA_FUNCTIONS:
             for each in args:
                 name = self._names.get(id(each))
-                if name is not None and self._trace.current != name.rpartition(".")[0]:
+                if name is not None and self._trace.current not in self._layers[name]:
                     self.names.append(name)
         return func(*args, **(kwargs or {}))
 
