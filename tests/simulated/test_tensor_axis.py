@@ -381,6 +381,42 @@ def test_a_tensor_that_was_changed_in_place_is_entered_again():
     assert group.num_all_reduces == 2
 
 
+class Writing(nn.Module):
+    """Outputs of a column layer and logits of classes that no number of ranks divides are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+        self.blocks = nn.ModuleList([nn.Sequential(mlp)])
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks[0](x))
+        logits /= 1.5
+        return logits.transpose(1, 2)
+
+
+@pytest.mark.parametrize("residual", ["whole", "split"])
+def test_a_model_may_write_the_output_of_a_column_layer_in_place(residual):
+    def body(comm: Any) -> list[torch.Tensor]:
+        with SEED_LOCK:
+            torch.manual_seed(7)
+            model = Writing().double()
+        rules = {"blocks.0.0.0": "column", "blocks.0.0.2": "row", "head": "vocabulary"}
+        plan = Plan(tp=comm.size, residual=residual if comm.size > 1 else "whole")
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=comm, tensor=rules)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(2):
+            x = torch.randn(4, 3, 4, generator=generator, dtype=torch.float64)
+            step((x, torch.randint(0, 5, (4, 3), generator=generator)))
+        return [each.clone() for each in step.state_dict()["model"].values()]
+
+    (expected,) = threads.run(1, body)
+    for got in threads.run(2, body):
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
 def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks(without_dry_run):
     def body(comm):
         step = TrainStep(language_model(), lm.loss, ADAM, plan=Plan(tp=2), communicator=comm, tensor=lm.TENSOR_RULES)

@@ -126,6 +126,26 @@ def test_a_view_that_autograd_tracks_is_recognized():
     assert not private.is_view(tensor * 2.0)
 
 
+def test_a_writable_result_of_an_autograd_function_may_be_written_in_place():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, finish: Any) -> torch.Tensor:
+            return finish((x * 0.5)[:2])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return torch.nn.functional.pad(grads[0] * 0.5, (0, 2)), None
+
+    weight = parameter(4)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Half.apply(weight, lambda x: x).mul_(3)
+    result = Half.apply(weight, private.writable_result)
+    result.mul_(3).sum().backward()
+    assert torch.equal(result, weight[:2] * 1.5)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.5, 1.5, 0.0, 0.0]
+
+
 def test_writes_within_preserve_versions_are_not_counted():
     weight = parameter(3)
     before = private.version_of(weight)

@@ -79,6 +79,12 @@ preserve_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter
 """`with preserve_versions(tensors)`: writes into these tensors are not counted."""
 
 
+def writable_result(tensor: Tensor) -> Tensor:
+    """The same memory, for the forward of an autograd function to return. What it returns as a view may not be written
+    in place by a model, such as by `nn.ReLU(inplace=True)`."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
+
+
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """The hooks that `tensor.register_hook` has registered."""
     return list((tensor._backward_hooks or {}).values())

@@ -36,7 +36,7 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.deferred_grads import deferral_of
 from fourfold.torch_kit.dtypes import autocast_device
 from fourfold.torch_kit.recompute import is_keeping, kept
-from fourfold.torch_kit.torch_private import Node, is_in_backward, version_of
+from fourfold.torch_kit.torch_private import Node, is_in_backward, version_of, writable_result
 from fourfold.words.errors import Problem, TaskError
 
 # ---- token collectives ---------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class LinearOfTokens(torch.autograd.Function):
         ctx.source, device = source, autocast_device(input)
         ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
         ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
-        return F.linear(input, weight, bias)
+        return writable_result(F.linear(input, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -239,7 +239,7 @@ class ColumnProduct(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.uses, ctx.group, ctx.autocast = uses, group, _autocast_options(input)
         ctx.deferral = deferral_of(weight, input)
-        return F.linear(input, weight, bias)
+        return writable_result(F.linear(input, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -553,7 +553,7 @@ class _Gather(torch.autograd.Function):
         ctx.is_region_end, share = True, -(-length // group.size)
         ctx.start, ctx.length = group.index * share, tensor.shape[-1]
         padded = torch.nn.functional.pad(tensor, (0, share - ctx.length)) if ctx.length < share else tensor
-        return group.all_gather(padded, tensor.ndim - 1)[..., :length]
+        return writable_result(group.all_gather(padded, tensor.ndim - 1)[..., :length])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
