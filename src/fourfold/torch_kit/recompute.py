@@ -62,6 +62,7 @@ class _Results:
         if not self._kept.get(key):
             got = f"{key} in the second forward of a block, and not in the first"
             raise TrainingError(Problem(got, "the same forward twice", 'recompute = "full" or "none"'))
+        self._by_storage.clear()  # the first forward is over, and what is taken should be freed when it is used
         kept = self._kept[key].popleft()
         if any(version_of(each) != version for each, version in kept.versions):
             got = f"the result of {key}, changed in place after it was kept"
