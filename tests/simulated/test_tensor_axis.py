@@ -396,14 +396,14 @@ class Writing(nn.Module):
         return logits.transpose(1, 2)
 
 
-@pytest.mark.parametrize("residual", ["whole", "split"])
-def test_a_model_may_write_the_output_of_a_column_layer_in_place(residual):
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_model_may_write_the_output_of_a_column_layer_in_place(splits):
     def body(comm: Any) -> list[torch.Tensor]:
         with SEED_LOCK:
             torch.manual_seed(7)
             model = Writing().double()
         rules = {"blocks.0.0.0": "column", "blocks.0.0.2": "row", "head": "vocabulary"}
-        plan = Plan(tp=comm.size, residual=residual if comm.size > 1 else "whole")
+        plan = Plan(tp=comm.size, sequence_parallel=splits and comm.size > 1)
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
         step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=comm, tensor=rules)
         generator = torch.Generator().manual_seed(3)

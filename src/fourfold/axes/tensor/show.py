@@ -99,8 +99,8 @@ def _format_sequence_parallel(model: nn.Module, layout: TensorLayout, split: Seq
         for (name, whole, split, gradients), count in rows.items()
     ]
     entries, ends = (", ".join(sorted(each)) for each in (split.entries, split.exits))
-    split = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
-    lines = [split, *table_lines(table, "<<>>>")]
+    where = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
+    lines = [where, *table_lines(table, "<<>>>")]
     return "sequence parallelism   what a rank sends for a block, in forward and backward\n" + indent(lines)
 
 

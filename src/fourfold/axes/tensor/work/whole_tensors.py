@@ -68,9 +68,6 @@ def row_views(flat: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
 # ---- whole tensors -------------------------------------------------------------------------------------------------
 
 
-Shape = tuple[int, ...]
-
-
 class WholeTensors:
     """By parameter name: whole tensors of the local ones, and the reverse."""
 
