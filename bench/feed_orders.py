@@ -26,8 +26,8 @@ from bench.measurement import describe_machine, format_table
 from fourfold.feed.feed import Feed
 from fourfold.feed.mixed import Mixed, Weighted
 from fourfold.feed.position import Position
-from fourfold.plan.ids_ahead import with_ids
-from fourfold.plan.sample_order import BatchRange, SampleOrder, order_rows
+from fourfold.orders.ids_ahead import with_ids
+from fourfold.orders.sample_order import BatchRange, SampleOrder, order_rows
 
 NUM_SAMPLES, NUM_SHARDS = 10**9, 10**4
 NUM_IDS, BATCH, NUM_PERMUTED = 65_536, 64, 10**7

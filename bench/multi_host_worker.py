@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fourfold as ff
 from fourfold.feed.source import fetch
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan_fields import FIELD_RULES, parse_value
-from fourfold.plan.sample_order import shard_range
 from fourfold.tasks import lm
 
 VALID_BYTES = 16_384

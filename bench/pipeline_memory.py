@@ -4,7 +4,7 @@
 
 fake rank  a rank that runs its list of forwards and backwards with tensors that have sizes but no memory
 Law: the lists are those that a plan's schedule makes, the blocks are recomputed by what a step installs
-(`step/recompute.py`), and every byte of weights, gradients, states and activations is counted
+(`step/recomputed_blocks.py`), and every byte of weights, gradients, states and activations is counted
 (`step/peak_memory.py`).
 
 What the papers do not say is assumed: GPipe's microbatches and its two-byte or four-byte activations; DAPPLE's model of
@@ -32,7 +32,7 @@ from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.recompute import Recompute
+from fourfold.step.recomputed_blocks import Recompute
 from fourfold.words.program import Action, Verb
 
 GB, GIB = 1e9, 2**30

@@ -18,7 +18,7 @@ from bench.measurement import describe_machine, format_table
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.recompute import Recompute, recomputed_blocks
+from fourfold.step.recomputed_blocks import Recompute, recomputed_blocks
 from fourfold.tasks import lm
 
 WAYS = ("none", "selective", "full")

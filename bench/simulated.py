@@ -25,15 +25,15 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.measurement import describe_machine
-from fourfold.plan.cost import measure_costs
 from fourfold.plan.decode import format_pair
-from fourfold.plan.step_comparison import (
+from fourfold.trace.cost import measure_costs
+from fourfold.trace.step_comparison import (
     measured_seconds,
     simulated_seconds,
     simulated_step_seconds,
     simulated_timeline,
 )
-from fourfold.plan.trace_file import Trace, decode_trace
+from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.words.text_table import align_columns
 
 TARGETS = {"shared": 0.05, "gloo": 0.10}

@@ -14,8 +14,8 @@ import torch
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
+from fourfold.trace.trace_file import encode_trace
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.trace_events import NULL_RECORDER
 

@@ -6,8 +6,8 @@ Law: the orders, the batches and the ranks' parts are those of `plan/`; nothing 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fourfold.plan.sample_order import GlobalOrder, SampleOrder, order_rows, shard_range
-from fourfold.plan.windowed_order import WindowedOrder
+from fourfold.orders.sample_order import GlobalOrder, SampleOrder, order_rows, shard_range
+from fourfold.orders.windowed_order import WindowedOrder
 
 NUM_SHARDS, SHARD_SIZE, WINDOW, BATCH, RANKS = 6, 8, 2, 12, 2
 NUM_SAMPLES = NUM_SHARDS * SHARD_SIZE

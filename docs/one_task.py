@@ -6,9 +6,9 @@ Law: which rank has which tokens and shards comes from the plan of each panel; n
 from collections.abc import Iterator
 from pathlib import Path
 
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.lowering import planned_layouts
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
 from fourfold.words.layout import SPLIT
 
 PLANS = ("dp=4", "dp=4 zero=3", "cp=4", "dp=2 cp=2 zero=1")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket, make_buckets
 from fourfold.axes.data.work.weight_storage import param_specs
-from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.comm.codec import registry

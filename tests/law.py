@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fourfold.axes.context.rules.layout import RINGS
-from fourfold.axes.tensor.attach.tensor_axis import place_shards
+from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.optim import user_optimizer
 from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.plan.sample_order import shard_range
+from fourfold.orders.sample_order import shard_range
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads

@@ -2,7 +2,7 @@
 
 from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
-from fourfold.plan.trace_file import Event, Trace
+from fourfold.trace.trace_file import Event, Trace
 from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, GATHER_LANE, REDUCE_LANE, WAIT_SPAN
 
 PROGRAM = dict.fromkeys(range(2), lower_step(DataStepSpec(1, 2)))

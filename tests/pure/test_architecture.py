@@ -305,3 +305,15 @@ def test_every_form_of_using_a_private_name_is_detected():
     for text, name in forms.items():
         assert name in foreign_private_names(ast.parse(text), {"_buffers", "_start_workers"}), text
     assert not foreign_private_names(ast.parse("self._buffers, other._ours"), {"_buffers", "_ours"})
+
+
+def test_every_file_that_a_text_names_is_there():
+    """A path is relative to the package, to the repository, or to the text's folder or one above it."""
+    root = SOURCE.parents[1]
+    for text in [*files(), *root.glob("docs/*.md"), root / "CONTRIBUTING.md"]:
+        if text.name == "measured-notes.md":  # as files were called when it was measured
+            continue
+        for name in re.findall(r"`([a-z_]+/[a-z_/0-9]+\.py)`", text.read_text(encoding="utf-8")):
+            folders = [SOURCE, root, *list(text.parents)[: len(text.relative_to(root).parts)]]
+            is_there = any((folder / name).is_file() for folder in folders) or name == "path/to/file.py"
+            assert is_there, f"{text.relative_to(root)} names {name}"

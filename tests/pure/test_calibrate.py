@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fourfold.cli import plan_calibrate, plan_machine
-from fourfold.cli.plan_calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
+from fourfold.cli.plan import calibrate as plan_calibrate
+from fourfold.cli.plan import machine as plan_machine
+from fourfold.cli.plan.calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
 from fourfold.planner.calibrate import machine
 from fourfold.planner.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
 from fourfold.planner.calibrate.probe import BLOCKS_OF_A_KIND, shorten

@@ -22,9 +22,9 @@ from fourfold.plan.decode import (
     read_bounded,
 )
 from fourfold.plan.plan import Plan
-from fourfold.plan.trace_file import decode_trace
 from fourfold.report import cards, page
 from fourfold.report.run_record import ReportError
+from fourfold.trace.trace_file import decode_trace
 from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
 from tests.pure.test_report import make_run

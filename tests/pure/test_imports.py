@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from fourfold.environment.imports import collection_paused
+from fourfold.environment.fast_imports import collection_paused
 
 
 def fail_paused() -> None:

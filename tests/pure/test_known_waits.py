@@ -12,7 +12,7 @@ from fourfold.environment.known_waits import SLOT_WORDS, KnownWait, waiting_for
 from fourfold.feed.staging.origin import Backoff, retry
 from fourfold.launcher.forked_process import fork
 from fourfold.trainer.heartbeat import RECORD_WORDS, WAIT_WORDS, Heartbeat
-from fourfold.trainer.watch import wait_text
+from fourfold.trainer.link_watch import wait_text
 
 
 @pytest.fixture

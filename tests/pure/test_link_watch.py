@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from fourfold.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
-from fourfold.trainer import watch as watch_module
+from fourfold.trainer import link_watch as watch_module
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
-from fourfold.trainer.watch import LinkWatch
+from fourfold.trainer.link_watch import LinkWatch
 
 
 def loopback() -> socket.socket:

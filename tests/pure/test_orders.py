@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.ids_ahead import with_ids
-from fourfold.plan.keyed_permutation import derive_keys, invert, permute
-from fourfold.plan.mixed_order import MAX_AUTO_BLOCK, MixedOrder, MixedPart, choose_quotas, mixture_problems
-from fourfold.plan.sample_order import BatchRange, GlobalOrder, InOrder, order_rows, shard_range
-from fourfold.plan.windowed_order import WindowedOrder, window_problems
+from fourfold.orders.ids_ahead import with_ids
+from fourfold.orders.keyed_permutation import derive_keys, invert, permute
+from fourfold.orders.mixed_order import MAX_AUTO_BLOCK, MixedOrder, MixedPart, choose_quotas, mixture_problems
+from fourfold.orders.sample_order import BatchRange, GlobalOrder, InOrder, order_rows, shard_range
+from fourfold.orders.windowed_order import WindowedOrder, window_problems
 
 SEEDS, EPOCHS = st.integers(0, 2**63), st.integers(0, 10**6)
 EVEN = [9, 3, 5, 4, 6, 8, 0, 2, 7, 1]

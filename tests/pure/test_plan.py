@@ -152,7 +152,9 @@ def test_command_line_values_are_parsed_by_type():
 
 
 def test_plan_imports_no_torch():
-    modules = "fourfold, fourfold.plan.plan, fourfold.axes.data.rules, fourfold.plan.sample_order, fourfold.words.task"
+    modules = (
+        "fourfold, fourfold.plan.plan, fourfold.axes.data.rules, fourfold.orders.sample_order, fourfold.words.task"
+    )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fourfold.cli.plan_arguments import parse_plan_words
-from fourfold.cli.plan_what_if import listed
-from fourfold.cli.plan_word import wants_plan
+from fourfold.cli.plan.arguments import parse_plan_words
+from fourfold.cli.plan.what_if import listed
+from fourfold.cli.plan.word import wants_plan
 from fourfold.words.errors import SettingError
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli import main, plan_auto, plan_question, plan_timing, run_commands
-from fourfold.cli.plan import candidates_of
-from fourfold.cli.plan_machine import Machine
-from fourfold.cli.plan_question import Question, Questions
+from fourfold.cli import main, run_commands
+from fourfold.cli.plan import auto as plan_auto
+from fourfold.cli.plan import question as plan_question
+from fourfold.cli.plan import timing as plan_timing
+from fourfold.cli.plan.command import candidates_of
+from fourfold.cli.plan.machine import Machine
+from fourfold.cli.plan.question import Question, Questions
 from fourfold.cli.run_commands import train
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
@@ -192,7 +195,7 @@ def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
 def test_a_measured_machine_with_gpus_has_the_memory_of_the_smallest(tmp_path, monkeypatch):
     import torch
 
-    from fourfold.cli import plan_machine
+    from fourfold.cli.plan import machine as plan_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = [80 * 2**30, 40 * 2**30]
@@ -212,7 +215,7 @@ def test_a_measured_machine_with_gpus_has_the_memory_of_the_smallest(tmp_path, m
 
 
 def test_measurements_under_other_conditions_are_named_and_not_used(tmp_path, monkeypatch):
-    from fourfold.cli import plan_machine
+    from fourfold.cli.plan import machine as plan_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from fourfold.cli import plan_progress
-from fourfold.cli.plan_progress import CLEAR, interrupted_text, progress_line, shown_progress
+from fourfold.cli.plan import progress as plan_progress
+from fourfold.cli.plan.progress import CLEAR, interrupted_text, progress_line, shown_progress
 from fourfold.planner.search.progress import Progress
 from tests.decision_cases import BEST, SLOW
 

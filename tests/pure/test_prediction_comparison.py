@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from fourfold.plan.cost import measure_costs
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import TimedAction
 from fourfold.planner.predict.comparison import by_category, compare_prediction, is_of_plan, timeline_by_rank
 from fourfold.planner.predict.prediction import Prediction, RecordedPrediction, encode_prediction
 from fourfold.report import run_record
 from fourfold.report.page import render_run
+from fourfold.trace.cost import measure_costs
 from fourfold.words.program import Action, Verb
 from tests.decision_cases import BEST, prediction
 from tests.pure.test_report import make_run, visible_text

@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cli.job import parse_job, prepare_job
-from fourfold.cli.plan_question import trained_task
+from fourfold.cli.plan.question import trained_task
 from fourfold.cli.settings_file import recipe_lines
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import recipe_fields, recipe_names, recipe_summary

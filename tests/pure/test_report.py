@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.trace_file import Event, Trace, encode_trace
 from fourfold.report import charts, html_page, page, run_record, step_timeline, svg
 from fourfold.report.page import key_figures
 from fourfold.report.style import CSS
 from fourfold.step.metrics import Metrics
+from fourfold.trace.trace_file import Event, Trace, encode_trace
 from fourfold.trainer import progress
 from fourfold.trainer.meters import Throughput
 from fourfold.words.measures import num_units

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.sample_order import rows, shard_range
+from fourfold.orders.sample_order import rows, shard_range
 
 COUNTS = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold.axes.tensor.rules.dims import dims_of_rules, dims_on_axis
 from fourfold.axes.tensor.rules.layout import tensor_layout
-from fourfold.axes.tensor.rules.rules import Style, read_rules
+from fourfold.axes.tensor.rules.styles import Style, read_rules
 from fourfold.plan.plan import Plan
 from fourfold.tasks import lm as language_model
 from fourfold.words.errors import PlanError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.axes.tensor.rules.layout import tensor_layout
-from fourfold.axes.tensor.rules.rules import Count, ModuleSpec, Quotient, Rule, Style, parse_rule, read_rules
+from fourfold.axes.tensor.rules.styles import Count, ModuleSpec, Quotient, Rule, Style, parse_rule, read_rules
 from fourfold.words.errors import PlanError
 
 LM_RULES = {

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from fourfold.axes.tensor.rules.layers import resolve_layers
-from fourfold.axes.tensor.rules.rules import ModuleSpec, Style
 from fourfold.axes.tensor.rules.sequence_parallel import (
     BlockTraffic,
     SequenceParallelLayout,
     block_traffic,
     sequence_parallel_layout,
 )
+from fourfold.axes.tensor.rules.styles import ModuleSpec, Style
 from fourfold.words.errors import PlanError
 
 WEIGHT, VECTOR = {"weight": (8, 8)}, {"weight": (8,)}

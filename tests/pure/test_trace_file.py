@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan import step_breakdown
-from fourfold.plan.rank_events import Interval, RankEvents
-from fourfold.plan.trace_file import (
+from fourfold.trace import step_breakdown
+from fourfold.trace.rank_events import Interval, RankEvents
+from fourfold.trace.trace_file import (
     Event,
     Trace,
     TraceError,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.utilization import (
+from fourfold.trace.utilization import (
     NO_STEPS,
     TimedStep,
     TrainedStep,

@@ -16,8 +16,8 @@ from fourfold.feed.batches import Batch
 from fourfold.model.draw_slices import DrawSlices
 from fourfold.model.rank_dropout import RankDropout, TaggedDraws
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
+from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import BatchRange
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads

@@ -26,7 +26,7 @@ from fourfold.environment.world import World
 from fourfold.feed.feed import Feed
 from fourfold.feed.source import fetch
 from fourfold.launcher.traceback_text import format_error
-from fourfold.plan.sample_order import rows
+from fourfold.orders.sample_order import rows
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DataError

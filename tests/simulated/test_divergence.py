@@ -15,7 +15,7 @@ from fourfold.comm.reduce.shared_memory.flags import HostFlags, HostRanks
 from fourfold.comm.reduce.shared_memory.host_transport import make_host_world
 from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
 from fourfold.feed.batches import Batch
-from fourfold.plan.sample_order import BatchRange
+from fourfold.orders.sample_order import BatchRange
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PeerError

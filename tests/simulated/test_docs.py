@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import fourfold as ff
-from fourfold.axes.tensor.rules.rules import parse_rules, read_rules
+from fourfold.axes.tensor.rules.styles import parse_rules, read_rules
 from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
 from fourfold.cli.settings_file import read_settings_file

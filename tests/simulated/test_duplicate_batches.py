@@ -11,7 +11,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.batches import Batch
-from fourfold.plan.sample_order import BatchRange
+from fourfold.orders.sample_order import BatchRange
 from fourfold.proof.digests import batches as duplicate_batches
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep

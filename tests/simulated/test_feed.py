@@ -14,7 +14,7 @@ import fourfold as ff
 from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.feed.position import Position
-from fourfold.plan.sample_order import BatchRange
+from fourfold.orders.sample_order import BatchRange
 from fourfold.verification.command import verify
 from fourfold.words.errors import DataError
 

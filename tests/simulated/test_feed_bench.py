@@ -30,8 +30,8 @@ from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, Token
 from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import Position
-from fourfold.plan.utilization import Window, epoch_window
 from fourfold.report.feed_bench_page import render_feed_bench
+from fourfold.trace.utilization import Window, epoch_window
 from fourfold.words.errors import DataError, SettingError
 
 SHAPE = DataShape(format="npy", num_files=12, samples_per_file=1, record_bytes=5000, record_bytes_stdev=900)

@@ -25,8 +25,8 @@ from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.source import TensorSource
 from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.plan.checkpoint_boxes import shard_file_name
-from fourfold.plan.trace_file import decode_trace
 from fourfold.testing import threads
+from fourfold.trace.trace_file import decode_trace
 from fourfold.trainer import loop
 from fourfold.trainer.heartbeat import DONE, HEARTBEAT_VARIABLE, PAUSED
 from fourfold.trainer.run_dir import RunDir

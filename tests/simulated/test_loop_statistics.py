@@ -15,8 +15,8 @@ from torch import nn
 
 from fourfold.model.loop_statistics import SyncedInTraining
 from fourfold.model.sync_batch_norm import StatisticsExchange
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DivergenceError, PlanError, TaskError, TrainingError

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fourfold.feed.source import TensorSource
 from fourfold.model.torch_losses import COUNT_FUNCTIONS, _safe_mean, observing
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import TaskError

@@ -8,11 +8,11 @@ import torch
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import SENDS
-from fourfold.plan.trace_file import Trace, is_action
 from fourfold.report.step_timeline import step_card
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
+from fourfold.trace.trace_file import Trace, is_action
 from fourfold.trainer.tracer import Tracer
 from tests import cases
 from tests.cases import Case

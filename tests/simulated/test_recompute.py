@@ -20,12 +20,12 @@ from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.show.describe import format_recompute
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.recompute import Recompute, recomputed_blocks
+from fourfold.step.recomputed_blocks import Recompute, recomputed_blocks
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
-from fourfold.torch_kit.checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
+from fourfold.torch_kit.activation_checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case

@@ -20,7 +20,7 @@ from fourfold.planner.task_facts.operations import MetaCalls
 from fourfold.planner.task_facts.segments import equal_blocks
 from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.step.peak_memory import PeakMemory
-from fourfold.step.recompute import Recompute
+from fourfold.step.recomputed_blocks import Recompute
 from fourfold.tasks import lm
 from fourfold.torch_kit.torch_private import storage_key
 from fourfold.words.errors import PlanError, TaskError

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import fourfold as ff
-from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.axes.tensor.work.layers import split_layer
 from fourfold.axes.tensor.work.split_region import SplitRegion

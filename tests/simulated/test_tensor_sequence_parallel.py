@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.layers import RowLinear, split_layer
 from fourfold.axes.tensor.work.split_region import LeaveTokens, SplitRegion
 from fourfold.comm.meter import CommMeter

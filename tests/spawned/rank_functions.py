@@ -24,9 +24,9 @@ from fourfold.cli.job import parse_job
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
 from fourfold.plan.codec import codec_rounds
-from fourfold.plan.trace_file import encode_trace
 from fourfold.tasks import lm
 from fourfold.testing import oracle
+from fourfold.trace.trace_file import encode_trace
 from fourfold.trainer import meters
 from fourfold.trainer.tracer import Tracer
 from fourfold.verification.command import verify

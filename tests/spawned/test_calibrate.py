@@ -32,7 +32,7 @@ PLANS = (
 )
 PROGRAM = """
 import sys
-from fourfold.cli.plan_calibrate import calibrate, format_calibrated
+from fourfold.cli.plan.calibrate import calibrate, format_calibrated
 from fourfold.launcher.local_job import launch
 
 def start(command, num_ranks):

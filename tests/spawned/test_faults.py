@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from fourfold.cli import main
-from fourfold.plan.trace_file import decode_trace
+from fourfold.trace.trace_file import decode_trace
 from tests.ports import free_ports
 from tests.spawned import SOURCE
 from tests.spawned.test_resume import equal, losses

@@ -19,6 +19,7 @@ from fourfold.comm.rank_layout import RankLayout
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import describe_order
 from fourfold.optim.lr_scheduler import SteppedScheduler
+from fourfold.orders.sample_order import PLAIN_ORDERS
 from fourfold.plan.checkpoint_manifest import (
     DataState,
     FirstStepRecord,
@@ -30,7 +31,6 @@ from fourfold.plan.checkpoint_manifest import (
 )
 from fourfold.plan.json_state import encode_state
 from fourfold.plan.rng import random_place
-from fourfold.plan.sample_order import PLAIN_ORDERS
 from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.generators import states_of

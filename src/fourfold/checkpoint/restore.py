@@ -18,11 +18,11 @@ from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
 from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.feed.position import ORDER_KEYS, Position, order_problem
 from fourfold.model.weights import trainable_parameters
+from fourfold.orders.sample_order import UNSHUFFLED
 from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
-from fourfold.plan.sample_order import UNSHUFFLED
 from fourfold.step.saved_state import SavedState
 from fourfold.step.state_validation import optimizer_problems
 from fourfold.step.train_step import TrainStep

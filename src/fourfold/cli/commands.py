@@ -227,7 +227,7 @@ def plan(
 
     A word with several values, such as batch_size=32,64 length=128,256, asks what if: it gives the best plan of each.
     """
-    from fourfold.cli import plan
+    from fourfold.cli.plan import command as plan
 
     return functools.partial(plan.plan, words or [], processes)
 

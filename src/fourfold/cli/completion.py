@@ -111,7 +111,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
 
 
 def _train_words(before: Sequence[str], typed: str) -> Iterable[str]:
-    from fourfold.cli.plan_word import PLAN_AUTO
+    from fourfold.cli.plan.word import PLAN_AUTO
 
     return [*_training_words(before, typed), *([] if PLAN_AUTO in before else [PLAN_AUTO])]
 
@@ -119,8 +119,8 @@ def _train_words(before: Sequence[str], typed: str) -> Iterable[str]:
 def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a run, an ask, an own word with its values, or what a training may have."""
     from fourfold.cli.arguments import RUN_SETTINGS
-    from fourfold.cli.plan_arguments import CALIBRATE, GPT, OWN_WORDS
-    from fourfold.cli.plan_gpt import NEEDED, OPTIONAL
+    from fourfold.cli.plan.arguments import CALIBRATE, GPT, OWN_WORDS
+    from fourfold.cli.plan.gpt import NEEDED, OPTIONAL
     from fourfold.plan.ask import ASK_PREFIX, ask_names
     from fourfold.planner.predict.cluster_file import cluster_names
     from fourfold.trainer.settings import TASK_FIELDS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import sigint
 from fourfold.environment import early_sigterm
-from fourfold.environment.imports import collection_paused
+from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.processes import end_with_parent
 from fourfold.environment.standard_streams import flush_streams, print_stderr
 from fourfold.launcher.process_defaults import launch_variables, may_have_gpus

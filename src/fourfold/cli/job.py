@@ -15,7 +15,7 @@ from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, Pa
 from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_order, check_tokens
-from fourfold.cli.plan_word import read_plan_text
+from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
 from fourfold.cli.rules_file import read_rules_setting
 from fourfold.cli.task_source import argument_names

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.cli import sigint
-from fourfold.environment.imports import collection_paused
+from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.terminal_text import escape_controls
 

@@ -20,7 +20,7 @@ from fourfold.cli.arguments import (
 )
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_init_path
-from fourfold.cli.plan_word import read_plan_text
+from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.rules_file import check_rules_path
 from fourfold.cli.task_source import argument_names, bound_names, task_names, top_names
 from fourfold.feed.text_path import resolve_text_path

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
-from fourfold.environment.imports import collection_paused
+from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
@@ -87,7 +87,7 @@ def _train(prepared: job.Job, world: World | None) -> None:
 
 def _predict(prepared: job.Job, folder: Path) -> str | None:
     """Write what the run's plan was predicted to take; returns the line to print, None where nothing was measured."""
-    from fourfold.cli.plan_record import record_prediction
+    from fourfold.cli.plan.record import record_prediction
 
     return record_prediction(prepared, folder)
 

@@ -6,7 +6,7 @@ Law: what a file holds is checked here, as text; whether its patterns fit the mo
 from collections.abc import Mapping
 from pathlib import Path
 
-from fourfold.axes.tensor.rules.rules import read_rules
+from fourfold.axes.tensor.rules.styles import read_rules
 from fourfold.cli.arguments import RULES_WORD
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.plan.decode import DecodeError, read_bounded

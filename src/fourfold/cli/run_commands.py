@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import forking, plan_word, sigint
+from fourfold.cli import forking, sigint
 from fourfold.cli.local_launch import launch, print_error
 from fourfold.cli.output import print_text
+from fourfold.cli.plan import word as plan_word
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
@@ -40,7 +41,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
     if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
         return _train_sweep(words, swept, required, world)
     if asks_for_plan:
-        from fourfold.cli import plan_auto
+        from fourfold.cli.plan import auto as plan_auto
 
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if world is None or world.rank == 0:
@@ -238,7 +239,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
 
     from fourfold.cli import job
-    from fourfold.cli.plan_record import describe_prediction
+    from fourfold.cli.plan.record import describe_prediction
     from fourfold.report.plan_pages import render_plan
     from fourfold.show.describe import show as describe_plan
     from fourfold.tasks.lm import LAYERS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.axes.tensor.rules.rules import table_problems
+from fourfold.axes.tensor.rules.styles import table_problems
 from fourfold.cli import arguments
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
 from fourfold.plan.ask import ASK_PREFIX

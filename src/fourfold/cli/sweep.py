@@ -15,7 +15,7 @@ from fourfold.cli import job, task_loader
 from fourfold.cli.arguments import KEY_VALUE, has_several_values
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
-from fourfold.cli.plan_word import PLAN_AUTO
+from fourfold.cli.plan.word import PLAN_AUTO
 from fourfold.cli.settings_file import parse_command
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
@@ -85,7 +85,7 @@ def _prepare_member(
     name = "-".join(filter(None, parts))
     words = [*(word for word in others if not word.startswith("name=")), *own, f"name={name}"]
     if PLAN_AUTO in words:
-        from fourfold.cli import plan_auto
+        from fourfold.cli.plan import auto as plan_auto
 
         words = plan_auto.resolve_words(words, num_processes=num_processes, world=None)
     ready = job.prepare_job(words, num_processes=num_processes)

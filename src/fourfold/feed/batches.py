@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fourfold.feed.source import map_leaves, pin_batch
 from fourfold.feed.source_fingerprint import Fingerprint
+from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.damaged_samples import DamagedRecord
-from fourfold.plan.sample_order import BatchRange
 
 # ---- what they hold --------------------------------------------------------------------------------------------------
 

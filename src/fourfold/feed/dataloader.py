@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from fourfold.feed.data_rank import dp_size_and_index
+from fourfold.orders.sample_order import rows, shard_range
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import rows, shard_range
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 

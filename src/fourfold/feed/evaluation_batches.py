@@ -17,8 +17,8 @@ from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared
 from fourfold.feed.source_fingerprint import Fingerprint
 from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
 from fourfold.feed.workers import Request
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.damaged_samples import DamagedRecord
-from fourfold.plan.sample_order import shard_range
 from fourfold.words.errors import DataError
 
 

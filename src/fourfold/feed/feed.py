@@ -39,10 +39,10 @@ from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request
+from fourfold.orders.ids_ahead import with_ids
+from fourfold.orders.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
-from fourfold.plan.ids_ahead import with_ids
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop

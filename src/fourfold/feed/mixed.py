@@ -3,7 +3,7 @@
 part   one of the sources, with its weight, its own order, and how often an epoch may go through it
 id     of a sample: the samples of all parts one after the other. An id beyond the last is that sample once more, in a
        further pass of an epoch through its part: id − len(mixture), or less by as many lengths as it takes
-Law: a feed of a mixture takes fixed quotas of its parts in every block (`plan/mixed_order.py`). Read by number, as a
+Law: a feed of a mixture takes fixed quotas of its parts in every block (`orders/mixed_order.py`). Read by number, as a
 pack or an evaluation does, a mixture has each sample of each part once.
 """
 
@@ -21,8 +21,8 @@ from fourfold.feed.data_input import input_problems
 from fourfold.feed.expected import AllExpected, Expected, expect_batches
 from fourfold.feed.orders import OrderChoice, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
-from fourfold.plan.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
-from fourfold.plan.order_names import ORDERS
+from fourfold.orders.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
+from fourfold.orders.order_names import ORDERS
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem
 

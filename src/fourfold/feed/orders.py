@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.feed.source import source_attribute
 from fourfold.feed.stream import Stream
-from fourfold.plan.order_names import ORDERS
-from fourfold.plan.sample_order import GlobalOrder, InOrder, SampleOrder
-from fourfold.plan.windowed_order import WindowedOrder, window_problems
+from fourfold.orders.order_names import ORDERS
+from fourfold.orders.sample_order import GlobalOrder, InOrder, SampleOrder
+from fourfold.orders.windowed_order import WindowedOrder, window_problems
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem
 from fourfold.words.task import Source

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.plan.sample_order import UNSHUFFLED, SampleOrder
+from fourfold.orders.sample_order import UNSHUFFLED, SampleOrder
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem
 

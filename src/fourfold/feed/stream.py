@@ -19,7 +19,7 @@ from fourfold.feed.sample_rng import are_current, generator_states, restore, see
 from fourfold.feed.source import add_sample_note, empty_like, make_batch
 from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of
 from fourfold.feed.workers import copy_loader, raise_refused, refused
-from fourfold.plan.sample_order import shard_range
+from fourfold.orders.sample_order import shard_range
 from fourfold.words.errors import Problem
 
 _END = object()

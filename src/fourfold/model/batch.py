@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.plan.sample_order import shard_range
+from fourfold.orders.sample_order import shard_range
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
 

@@ -23,9 +23,9 @@ import msgspec
 
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json
-from fourfold.plan.utilization import Window, add_windows
 from fourfold.report.html_page import UNKNOWN, render_row, render_table, render_text
 from fourfold.report.svg import Series
+from fourfold.trace.utilization import Window, add_windows
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.progress import format_seconds
 from fourfold.words.terminal_text import escape_controls

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.axes.pipeline.rules.schedules import ASYNCHRONOUS
 from fourfold.environment.atomic_file import write_atomically
-from fourfold.plan.trace_file import Trace
 from fourfold.report import charts
 from fourfold.report.cards import (
     RESTART,
@@ -38,6 +37,7 @@ from fourfold.report.html_page import (
 )
 from fourfold.report.run_record import RunRecord, read_run
 from fourfold.report.step_timeline import action_card, prediction_card, step_card, undrained_step_card
+from fourfold.trace.trace_file import Trace
 from fourfold.trainer.progress import format_duration
 from fourfold.words.units import format_bytes, format_si
 

@@ -12,10 +12,10 @@ from typing import Any, TypedDict
 import msgspec
 
 from fourfold.plan.decode import DecodeError, from_json, read_bounded, read_toml
-from fourfold.plan.trace_file import Trace, decode_trace
 from fourfold.planner.predict.comparison import is_of_plan
 from fourfold.planner.predict.prediction import RecordedPrediction, decode_prediction
 from fourfold.report import cards
+from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 from fourfold.words.measures import num_units, waiting_fraction

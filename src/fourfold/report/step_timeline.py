@@ -9,10 +9,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fourfold.plan.cost import measure_costs
 from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
-from fourfold.plan.step_breakdown import (
+from fourfold.planner.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
+from fourfold.planner.predict.prediction import RecordedPrediction
+from fourfold.report.html_page import render_text
+from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
+from fourfold.trace.cost import measure_costs
+from fourfold.trace.step_breakdown import (
     AVERAGE_TIME,
     BACKGROUND_TIMES,
     CATEGORIES,
@@ -25,7 +29,7 @@ from fourfold.plan.step_breakdown import (
     WAITING_TIME,
     seconds_by_category,
 )
-from fourfold.plan.step_comparison import (
+from fourfold.trace.step_comparison import (
     Difference,
     compare_timelines,
     measured_seconds,
@@ -34,11 +38,7 @@ from fourfold.plan.step_comparison import (
     simulated_seconds,
     simulated_timeline,
 )
-from fourfold.plan.trace_file import DATA_SPAN, Trace, is_action, merged_waits
-from fourfold.planner.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
-from fourfold.planner.predict.prediction import RecordedPrediction
-from fourfold.report.html_page import render_text
-from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
+from fourfold.trace.trace_file import DATA_SPAN, Trace, is_action, merged_waits
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, LANES, READY_EVENT, REDUCE_LANE
 from fourfold.words.units import format_step_seconds

@@ -3,7 +3,7 @@
 place  an index on the pipeline axis
 Law: nothing here is measured or guessed; every number is arithmetic on the plan and the model's shapes. Stages differ,
 so each place has numbers of its own for its memory; of its tensor ranks, the one that holds most counts. The blocks
-that backward computes again are those of a step (`step/recompute.py`).
+that backward computes again are those of a step (`step/recomputed_blocks.py`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from fourfold.step.argument_checks import check_plan_argument
 from fourfold.step.meta_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.step.recompute import recomputed_blocks
+from fourfold.step.recomputed_blocks import recomputed_blocks
 from fourfold.words.layout import Change
 from fourfold.words.task import Task, check_task
 from fourfold.words.text_table import indent, table_lines

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from fourfold.axes.context.attach.axis import ContextParallel
 from fourfold.axes.context.attach.check import ContextCheck
-from fourfold.axes.context.attach.context_parallel import ContextParallel
 from fourfold.axes.context.work.context_group import connect_context
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.pipeline.attach import axis as pipeline_axis
@@ -23,9 +23,9 @@ from fourfold.axes.pipeline.rules.schedules import staleness
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.pipeline.work.gates import SplitTokens
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
-from fourfold.axes.tensor.attach import tensor_axis
+from fourfold.axes.tensor.attach import axis as tensor_axis
+from fourfold.axes.tensor.attach.axis import COMMON_TOTALS, TensorAxis
 from fourfold.axes.tensor.attach.check import TensorCheck
-from fourfold.axes.tensor.attach.tensor_axis import COMMON_TOTALS, TensorAxis
 from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec
@@ -60,8 +60,9 @@ from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
 from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
+from fourfold.step.optimizer_checks import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.persistent_state import PersistentState
-from fourfold.step.recompute import RecomputedBlocks, recomputed_blocks
+from fourfold.step.recomputed_blocks import RecomputedBlocks, recomputed_blocks
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
@@ -75,7 +76,6 @@ from fourfold.step.update_timing import (
     UpdateInForward,
     UpdateTiming,
 )
-from fourfold.step.user_optimizer import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.torch_kit.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.torch_kit.deferred_init import InitialModel
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from fourfold.axes.context.attach.context_parallel import ContextParallel
+from fourfold.axes.context.attach.axis import ContextParallel
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.model.rank_dropout import SplitDropout
+from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.rng import microbatch_seed
-from fourfold.plan.sample_order import BatchRange
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import Problem

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
 from fourfold.comm.communicator import Communicator
-from fourfold.plan.sample_order import BatchRange
+from fourfold.orders.sample_order import BatchRange
 from fourfold.words.errors import DivergenceError, FourfoldError, Problem, TaskError
 
 

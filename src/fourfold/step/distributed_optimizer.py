@@ -48,7 +48,7 @@ from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
 from fourfold.step.wrapper_checks import WrapperChecks
-from fourfold.torch_kit.checkpoints import is_in_reentrant_backward
+from fourfold.torch_kit.activation_checkpoints import is_in_reentrant_backward
 from fourfold.torch_kit.grad_hooks import register_last_hook
 from fourfold.torch_kit.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.words.errors import OptimizerError, Problem, TrainingError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.comm.communicator import Communicator
-from fourfold.plan.sample_order import BatchRange
+from fourfold.orders.sample_order import BatchRange
 from fourfold.step.step_state import ALL_DAMAGED, NO_ELEMENTS, StepState
 from fourfold.torch_kit.torch_private import version_of
 from fourfold.words.errors import Problem, TrainingError

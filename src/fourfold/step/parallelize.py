@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.axes.tensor.attach.tensor_axis import check_rules
+from fourfold.axes.tensor.attach.axis import check_rules
 from fourfold.comm import init, transports
 from fourfold.comm.communicator import Communicator
 from fourfold.environment.host_limits import available_bytes
@@ -32,8 +32,8 @@ from fourfold.step.model_checks import (
     model_plan_problems,
 )
 from fourfold.step.model_layout import laid_out_specs
+from fourfold.step.optimizer_checks import check_user_optimizer
 from fourfold.step.train_step import TrainStep
-from fourfold.step.user_optimizer import check_user_optimizer
 from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Task

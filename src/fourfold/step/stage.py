@@ -24,7 +24,7 @@ from fourfold.model.batch import Microbatch
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.loss_sum import Loss
 from fourfold.model.objective import Objective, StageOutput
-from fourfold.step.recompute import Recompute, RecomputedBlocks
+from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks
 from fourfold.torch_kit.deferred_grads import BackwardHalves
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.error_notes import noting

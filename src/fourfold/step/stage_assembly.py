@@ -21,7 +21,7 @@ from fourfold.axes.data.work.sharded_params import ShardedParams
 from fourfold.axes.data.work.unbucketed_grads import UnbucketedGrads
 from fourfold.axes.data.work.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
 from fourfold.axes.data.work.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
-from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
+from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec

@@ -9,15 +9,15 @@ from typing import Any
 from fourfold.comm.reduce.divergence_report import with_options
 from fourfold.model.batch_statistics import NormWatch
 from fourfold.model.weights import Weights
+from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.intervals import is_due
-from fourfold.plan.sample_order import BatchRange
 from fourfold.proof.digests.batches import DuplicateBatches, check_same_source, samples_digest
 from fourfold.proof.digests.weights import DriftChecker, ReplicatedTensor
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.nan_guard import NanGuard, Skipped
+from fourfold.step.optimizer_checks import OptimizerWatch
 from fourfold.step.step_state import StepState
-from fourfold.step.user_optimizer import OptimizerWatch
 from fourfold.words.errors import OptimizerError, TaskError
 
 

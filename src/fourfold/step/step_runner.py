@@ -18,8 +18,8 @@ from fourfold.model.batch import NO_SAMPLES, Microbatch, unpack_batch
 from fourfold.model.loss_function import UserLoss
 from fourfold.model.loss_sum import Loss
 from fourfold.model.model_call import eval_mode
+from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
-from fourfold.plan.sample_order import BatchRange
 from fourfold.step.assembly import Assembly
 from fourfold.step.executor import Executor
 from fourfold.step.metrics import Metrics

@@ -52,7 +52,7 @@ class StepTotals:
     num_stop_requests: float
     """On how many ranks a stop was requested."""
     num_mismatches: float
-    """How many ranks have another batch than the ranks of their sequence: see `digests/batches.py`."""
+    """How many ranks have another batch than the ranks of their sequence: see `proof/digests/batches.py`."""
     other_count: float
     other_square: float
     """Of a loss that is made of several means: see `loss_sum`."""

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fourfold.feed.feed import Feed
-from fourfold.plan.stragglers import find_steady_stragglers, median_step_seconds
-from fourfold.plan.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
 from fourfold.step.metrics import Metrics
 from fourfold.step.train_step import TrainStep
+from fourfold.trace.stragglers import find_steady_stragglers, median_step_seconds
+from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
 from fourfold.words.measures import waiting_fraction
 from fourfold.words.progress import ProgressLine
 

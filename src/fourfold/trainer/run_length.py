@@ -7,8 +7,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from fourfold.feed.data_input import DataInput
+from fourfold.orders.sample_order import num_batches
 from fourfold.plan.plan import Plan
-from fourfold.plan.sample_order import num_batches
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.settings import Settings, setting
 from fourfold.words.errors import Problem, SettingError

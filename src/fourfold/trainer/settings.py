@@ -17,9 +17,9 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from fourfold.orders.order_names import ORDERS
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
-from fourfold.plan.order_names import ORDERS
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED

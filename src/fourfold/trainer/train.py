@@ -34,6 +34,7 @@ from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.callbacks.registry import check_callbacks, required_metrics, unique_names
 from fourfold.trainer.evaluate import check_measured, metric_needs
 from fourfold.trainer.heartbeat import Heartbeat
+from fourfold.trainer.link_watch import compilations_known, links_watched, waits_shown
 from fourfold.trainer.loop import TrainingLoop
 from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
 from fourfold.trainer.progress import make_progress
@@ -44,7 +45,6 @@ from fourfold.trainer.settings import TrainOptions, check_setting_names, make_se
 from fourfold.trainer.stop_signal import handle_stop_signals, stop_seconds
 from fourfold.trainer.task_scheduler import check_evaluations, make_scheduler
 from fourfold.trainer.tracer import Tracer
-from fourfold.trainer.watch import compilations_known, links_watched, waits_shown
 from fourfold.words.callback import Callback
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import PeerError

@@ -25,9 +25,9 @@ from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed
 from fourfold.model.batch import num_samples, slice_samples
 from fourfold.optim.lr_scheduler import SteppedScheduler
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.sample_order import shard_range
 from fourfold.step.argument_checks import check_plan_argument
 from fourfold.trainer.lr_factors import task_lr_factor
 from fourfold.trainer.run_length import with_sizes

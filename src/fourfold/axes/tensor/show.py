@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fourfold.axes.tensor.attach.axis import model_layout, model_sequence_parallel
 from fourfold.axes.tensor.attach.module_specs import module_specs
-from fourfold.axes.tensor.attach.tensor_axis import model_layout, model_sequence_parallel
 from fourfold.axes.tensor.rules.layout import TensorLayout
-from fourfold.axes.tensor.rules.rules import Style
 from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, block_traffic, is_in
+from fourfold.axes.tensor.rules.styles import Style
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.words.layout import Change

@@ -36,7 +36,7 @@ from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import Position
 from fourfold.feed.staging.shard_cache import Shard
-from fourfold.plan.utilization import TimedStep
+from fourfold.trace.utilization import TimedStep
 from fourfold.words.errors import DataError, FourfoldError, Problem
 
 # ---- one accelerator -------------------------------------------------------------------------------------------------

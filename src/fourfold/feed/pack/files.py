@@ -1,6 +1,6 @@
 """Open files of a pack, and what is read of them.
 
-place   where the files are: a folder, or an origin with copies on this node (`pack/staged.py`)
+place   where the files are: a folder, or an origin with copies on this node (`pack/reader.py`)
 record  where a sample is: its shard, offset, stored length and digest
 Law: a file is closed when it is neither in the pool nor in use; a process has at most `MAX_OPEN` of a pack open.
 """

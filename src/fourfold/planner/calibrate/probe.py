@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fourfold.axes.pipeline.work.chain import Chain, find_chain
-from fourfold.axes.tensor.rules.rules import matches
+from fourfold.axes.tensor.rules.styles import matches
 from fourfold.comm.communicator import Communicator
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import Plan

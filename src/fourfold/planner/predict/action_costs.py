@@ -17,10 +17,10 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
+from fourfold.orders.sample_order import shard_range
 from fourfold.plan.dependencies import Dependency
 from fourfold.plan.lowering import Blueprint, DataGroup
 from fourfold.plan.rank_program import RankProgram
-from fourfold.plan.sample_order import shard_range
 from fourfold.planner.predict.bucket_prices import BucketPrices
 from fourfold.planner.predict.collectives import CollectiveSeconds, shape_of
 from fourfold.planner.predict.edges import EdgeMessages

@@ -8,11 +8,11 @@ Law: predicted and measured join by (rank, action); what only one side has is in
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fourfold.plan.cost import measure_costs
 from fourfold.plan.simulate import Timeline
-from fourfold.plan.step_breakdown import CATEGORIES
-from fourfold.plan.trace_file import Trace
 from fourfold.planner.predict.prediction import Prediction
+from fourfold.trace.cost import measure_costs
+from fourfold.trace.step_breakdown import CATEGORIES
+from fourfold.trace.trace_file import Trace
 
 
 class ActionDifference(NamedTuple):

@@ -38,7 +38,7 @@ from fourfold.planner.task_facts.fake_step import FakeModel
 from fourfold.planner.task_facts.operations import MetaCalls
 from fourfold.planner.task_facts.segments import FIRST
 from fourfold.step.peak_memory import ACTIVATION, PeakMemory
-from fourfold.step.recompute import Recompute
+from fourfold.step.recomputed_blocks import Recompute
 from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.torch_kit.tensor_tree import tree_leaves

@@ -1,1 +1,1 @@
-"""Rules of the data axis: what is legal, who holds what, and what is sent. No torch."""
+"""Rules of the data axis: who holds what, what is sent, and when buckets are updated. No torch."""

@@ -1,7 +1,7 @@
 """Dry run of the pipeline axis: this rank's stages, as they are in a step, compute what the whole model computes.
 
 skeleton   the model with random weights that take nearly no memory (`skeleton.py`): every rank has all stages of it
-recorded   what the modules of the skeleton return and keep, for a few samples (`recording.py`)
+recorded   what the modules of the skeleton return and keep, for a few samples (`work/recording.py`)
 rehearsal  a stage of the real model with the skeleton's weights, which gets what was recorded in front of it
            (`rehearsal.py`). What it needs of that is found one after the other: each raises StandInUsed
 Law: a stage computes with its weights, with what it receives, and with what the model makes of the batch alone. What

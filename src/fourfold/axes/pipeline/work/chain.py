@@ -4,7 +4,7 @@ chain    modules that the model calls one after the other, each with what the on
          an `nn.ModuleList` or `nn.Sequential`
 ends     the modules with weights outside of the chain: before it (an embedding), behind it (a norm, a head)
 own      weights of a module around the chain itself, such as the positions of a vision transformer, and of lists there
-Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`dry_run.py`).
+Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`attach/check.py`).
 """
 
 import itertools

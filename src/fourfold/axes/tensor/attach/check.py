@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems
 from fourfold.axes.tensor.attach.split_randomness import slices_mismatch, with_slices_of_one_token
-from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import num_samples, shorten, unpack_batch
 from fourfold.model.draw_slices import DrawSlices, FoundDraw

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights, WeightSource
 from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
-from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
 from fourfold.axes.tensor.attach.whole_model import RandomWeights
 from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics

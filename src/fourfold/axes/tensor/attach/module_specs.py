@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from fourfold.axes.tensor.rules.rules import ModuleSpec
+from fourfold.axes.tensor.rules.styles import ModuleSpec
 
 # kind -> the classes whose forward does what the kind says
 CLASSES: dict[str, tuple[type[nn.Module], ...]] = {

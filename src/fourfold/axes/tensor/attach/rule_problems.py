@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.axes.tensor.attach.split_randomness import Draw
-from fourfold.axes.tensor.attach.tensor_axis import TensorAxis
 from fourfold.axes.tensor.rules.layers import generalized
-from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
 from fourfold.model.batch_statistics import uses_batch_stats
 from fourfold.plan.tensor_shard import TensorShard

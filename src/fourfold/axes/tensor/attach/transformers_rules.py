@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fourfold.axes.tensor.attach.module_specs import module_kind
-from fourfold.axes.tensor.rules.rules import Style, matches
+from fourfold.axes.tensor.rules.styles import Style, matches
 from fourfold.words.errors import PlanError, Problem
 
 # A style of transformers -> ours. Those that gather their output are the vocabulary's only, see `_rule`.

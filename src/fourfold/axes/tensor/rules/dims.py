@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from fourfold.axes.tensor.rules.rules import Count, DimNames, ModuleSpec, Rule, Style, parse_rules
+from fourfold.axes.tensor.rules.styles import Count, DimNames, ModuleSpec, Rule, Style, parse_rules
 from fourfold.words.errors import Problem, closest_match
 from fourfold.words.mesh import AXES
 

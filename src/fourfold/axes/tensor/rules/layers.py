@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.axes.tensor.rules.dims import Split, find_split, lower_dims
-from fourfold.axes.tensor.rules.rules import DimNames, ModuleSpec, Rule, Style, matches, parse_rules
+from fourfold.axes.tensor.rules.styles import DimNames, ModuleSpec, Rule, Style, matches, parse_rules
 from fourfold.words.errors import Problem, closest_match
 
 # style -> the kinds of modules that it splits

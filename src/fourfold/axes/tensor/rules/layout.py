@@ -23,7 +23,7 @@ from fourfold.axes.tensor.rules.layers import (
     parent_name,
     resolve_layers,
 )
-from fourfold.axes.tensor.rules.rules import ModuleSpec, Quotient, Style
+from fourfold.axes.tensor.rules.styles import ModuleSpec, Quotient, Style
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 from fourfold.words.errors import PlanError, Problem
 

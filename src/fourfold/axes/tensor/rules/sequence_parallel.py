@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.axes.tensor.rules.layers import CONVOLUTIONS, generalized, parent_name
-from fourfold.axes.tensor.rules.rules import ModuleSpec, Style
+from fourfold.axes.tensor.rules.styles import ModuleSpec, Style
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.tensor.rules.rules import Style
+from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.cross_entropy import Vocabulary
 from fourfold.axes.tensor.work.split_logits import split_logits
 from fourfold.axes.tensor.work.split_region import SplitRegion

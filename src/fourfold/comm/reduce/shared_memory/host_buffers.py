@@ -12,7 +12,7 @@ from fourfold.comm.collectives import sum_in_order
 from fourfold.comm.reduce.protocol import BucketSlice
 from fourfold.comm.reduce.shared_memory.flag_waits import MappedHost
 from fourfold.comm.reduce.shared_memory.layout import view_grad_buffers
-from fourfold.plan.sample_order import shard_range
+from fourfold.orders.sample_order import shard_range
 
 
 class HostBuffers:

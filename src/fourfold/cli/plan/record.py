@@ -13,13 +13,13 @@ from fourfold.words.units import format_step_seconds
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
-    from fourfold.cli.plan_question import Question
+    from fourfold.cli.plan.question import Question
 
 
 def question_here(prepared: "Job") -> "Question | None":
     """The question of a job's task on its ranks of this machine; None where it is not calibrated for that."""
-    from fourfold.cli.plan_machine import calibrated_machine
-    from fourfold.cli.plan_question import Question, with_batch_size
+    from fourfold.cli.plan.machine import calibrated_machine
+    from fourfold.cli.plan.question import Question, with_batch_size
     from fourfold.plan.ask import Ask
     from fourfold.planner.task_facts.source import TaskFacts
 
@@ -35,7 +35,7 @@ def record_prediction(prepared: "Job", folder: Path) -> str | None:
 
     A prediction that cannot be made or written does not make the run fail: the line says why.
     """
-    from fourfold.cli.plan_run import median_step_seconds
+    from fourfold.cli.plan.run import median_step_seconds
     from fourfold.planner.plan_text import format_difference
     from fourfold.planner.predict.prediction import RecordedPrediction, encode_prediction
 

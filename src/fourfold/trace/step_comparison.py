@@ -5,9 +5,9 @@ Law: measured and simulated times join by (rank, action), and begin at the first
 
 from typing import NamedTuple
 
-from fourfold.plan.cost import StepCosts, step_costs
 from fourfold.plan.simulate import TimedAction, Timeline, simulate
-from fourfold.plan.trace_file import STEP_SPAN, Trace, is_action
+from fourfold.trace.cost import StepCosts, step_costs
+from fourfold.trace.trace_file import STEP_SPAN, Trace, is_action
 
 
 class Difference(NamedTuple):

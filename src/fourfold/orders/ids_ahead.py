@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from fourfold.plan.sample_order import BatchRange, GlobalOrder
+from fourfold.orders.sample_order import BatchRange, GlobalOrder
 
 BLOCK = 8192  # the chunk that `keyed_permutation` works on; the first batch waits for one block, less than 1 ms
 

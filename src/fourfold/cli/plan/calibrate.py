@@ -1,6 +1,6 @@
 """`fourfold plan calibrate`: measures this machine with all ranks of a job at work, and stores what was measured.
 
-    python -m fourfold.cli.plan_calibrate REQUEST RESULT WORD…      one rank of it, started by launcher/worker.py
+    python -m fourfold.cli.plan.calibrate REQUEST RESULT WORD…      one rank of it, started by launcher/worker.py
 
 REQUEST  a JSON file: the conditions of the calibration
 RESULT   the JSON file that rank 0 writes: what was left out, and the calibration beside it
@@ -74,7 +74,7 @@ def calibrate(
     with temporary_folder() as folder:
         request, result = folder / "request.json", folder / "result.json"
         request.write_text(json.dumps([list(machine), load, is_forced]), encoding="utf-8")
-        command = ["-m", "fourfold.cli.plan_calibrate", str(request), str(result), *words]
+        command = ["-m", "fourfold.cli.plan.calibrate", str(request), str(result), *words]
         if launch(command, num_ranks) != 0:
             return None
         left_out = json.loads(result.read_text(encoding="utf-8"))

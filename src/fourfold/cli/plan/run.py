@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.cli.plan_arguments import NO_FILE, PlanArguments
+from fourfold.cli.plan.arguments import NO_FILE, PlanArguments
 from fourfold.plan.ask import SEARCHED
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS

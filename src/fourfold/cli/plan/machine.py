@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli.output import print_text
-from fourfold.cli.plan_arguments import WHERE
+from fourfold.cli.plan.arguments import WHERE
 from fourfold.environment.world import num_cores
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
@@ -79,7 +79,7 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     is_forced  measure although other processes are at work
     """
     from fourfold.cli.local_launch import launch_quietly
-    from fourfold.cli.plan_calibrate import calibrate, find_calibration, format_calibrated
+    from fourfold.cli.plan.calibrate import calibrate, find_calibration, format_calibrated
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
     from fourfold.planner.predict.calibration import CalibrationError, task_key
 
@@ -114,7 +114,7 @@ def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
 
     Where it has not been measured for any task, the task's facts are not asked for: they take seconds.
     """
-    from fourfold.cli.plan_calibrate import find_calibration
+    from fourfold.cli.plan.calibrate import find_calibration
     from fourfold.planner.predict.calibration import has_calibrations, task_key
 
     if not has_calibrations(_identity(devices)):
@@ -124,7 +124,7 @@ def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
 
 
 def _identity(devices: int) -> "MachineIdentity":
-    from fourfold.cli.plan_calibrate import threads_of_rank
+    from fourfold.cli.plan.calibrate import threads_of_rank
     from fourfold.planner.calibrate.machine import this_machine as identify
 
     return identify(devices, threads=threads_of_rank(devices))

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from fourfold.cli import settings_file, task_loader
 from fourfold.cli.arguments import KEY_VALUE, ValueType, has_several_values
-from fourfold.cli.plan_arguments import BATCH, GPT, OWN_WORDS, WHERE, PlanArguments
-from fourfold.cli.plan_gpt import LARGEST
-from fourfold.cli.plan_question import Questions
+from fourfold.cli.plan.arguments import BATCH, GPT, OWN_WORDS, WHERE, PlanArguments
+from fourfold.cli.plan.gpt import LARGEST
+from fourfold.cli.plan.question import Questions
 from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
 

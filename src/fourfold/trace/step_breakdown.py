@@ -7,9 +7,9 @@ Law: every category but those in the background is the process's own time, and t
 
 from collections.abc import Iterator
 
-from fourfold.plan.rank_events import COLLECTIVE_LANES, Interval, RankEvents
 from fourfold.plan.rank_program import SENDS
-from fourfold.plan.trace_file import DATA_SPAN, STEP_SPAN, Trace, is_action
+from fourfold.trace.rank_events import COLLECTIVE_LANES, Interval, RankEvents
+from fourfold.trace.trace_file import DATA_SPAN, STEP_SPAN, Trace, is_action
 from fourfold.words.program import Verb
 
 COMPUTE_CATEGORIES = {

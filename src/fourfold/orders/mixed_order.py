@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.plan.keyed_permutation import derive_keys, permute
-from fourfold.plan.sample_order import SampleOrder, digest_of
+from fourfold.orders.keyed_permutation import derive_keys, permute
+from fourfold.orders.sample_order import SampleOrder, digest_of
 from fourfold.words.errors import Problem
 
 MIXED_VERSION = 1

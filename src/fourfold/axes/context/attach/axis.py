@@ -34,7 +34,7 @@ from fourfold.model.draw_slices import DrawSlice, DrawSlices
 from fourfold.model.rank_dropout import RankDropout, TaggedDraws, checkpoint_error
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import install_attention
-from fourfold.plan.sample_order import BatchRange, shard_range
+from fourfold.orders.sample_order import BatchRange, shard_range
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import is_in_backward

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli.named_files import check_named_files
 from fourfold.cli.output import print_text
-from fourfold.cli.plan_arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
+from fourfold.cli.plan.arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.planner.plan_text import best_baseline
 from fourfold.planner.predict.cluster_file import read_table
@@ -22,8 +22,8 @@ from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
 if TYPE_CHECKING:
-    from fourfold.cli.plan_question import Question, Questions
-    from fourfold.cli.plan_run import PlannedRun
+    from fourfold.cli.plan.question import Question, Questions
+    from fourfold.cli.plan.run import PlannedRun
     from fourfold.planner.plan_curves import Curve
 
 Timed = list[tuple[Prediction, float]]
@@ -41,9 +41,9 @@ def plan(words: Sequence[str], processes: str | None) -> int:
         read_table(cluster)
     if arguments.name == CALIBRATE:
         return _calibrate(arguments, devices)
-    from fourfold.cli import plan_what_if
-    from fourfold.cli.plan_question import Questions, task_words
-    from fourfold.cli.plan_run import find_planned_run
+    from fourfold.cli.plan import what_if as plan_what_if
+    from fourfold.cli.plan.question import Questions, task_words
+    from fourfold.cli.plan.run import find_planned_run
 
     run = find_planned_run(arguments.name)
     if run is not None:
@@ -62,9 +62,9 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
     from fourfold.cli.local_launch import launch_quietly
-    from fourfold.cli.plan_calibrate import calibrate, format_calibrated
-    from fourfold.cli.plan_machine import calibration_words
-    from fourfold.cli.plan_question import task_words
+    from fourfold.cli.plan.calibrate import calibrate, format_calibrated
+    from fourfold.cli.plan.machine import calibration_words
+    from fourfold.cli.plan.question import task_words
     from fourfold.launcher.process_defaults import default_num_processes
     from fourfold.planner.predict.calibration import task_key
 
@@ -106,8 +106,8 @@ def check_out(arguments: PlanArguments) -> None:
 
 
 def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun | None" = None) -> int:
-    from fourfold.cli import plan_run
-    from fourfold.cli.plan_progress import shown_progress
+    from fourfold.cli.plan import run as plan_run
+    from fourfold.cli.plan.progress import shown_progress
     from fourfold.planner.plan_text import format_decision
 
     with shown_progress(questions.progress):
@@ -158,8 +158,8 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
-    from fourfold.cli import plan_what_if
-    from fourfold.cli.plan_progress import shown_progress
+    from fourfold.cli.plan import what_if as plan_what_if
+    from fourfold.cli.plan.progress import shown_progress
     from fourfold.planner.plan_curves import format_curves
 
     if confirm := arguments.value("confirm"):
@@ -190,8 +190,8 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
     from fourfold.cli.local_launch import launch_quietly
-    from fourfold.cli.plan_question import task_words
-    from fourfold.cli.plan_timing import measure_plans
+    from fourfold.cli.plan.question import task_words
+    from fourfold.cli.plan.timing import measure_plans
     from fourfold.planner.plan_text import format_confirmed
 
     if not (question.machine.is_here and question.is_task):

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fourfold.plan.keyed_permutation import derive_keys, invert, permute
-from fourfold.plan.sample_order import digest_of
+from fourfold.orders.keyed_permutation import derive_keys, invert, permute
+from fourfold.orders.sample_order import digest_of
 from fourfold.words.errors import Problem
 
 WINDOWED_VERSION = 1

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.cli import job, settings_file, task_loader
 from fourfold.cli.arguments import parse_args, parse_values
-from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, PlanArguments, read_size, size_need
-from fourfold.cli.plan_gpt import gpt_source
-from fourfold.cli.plan_machine import Machine, calibration_words, described_machine, this_machine
+from fourfold.cli.plan.arguments import BATCH, GPT, MAX_BATCH, WHERE, PlanArguments, read_size, size_need
+from fourfold.cli.plan.gpt import gpt_source
+from fourfold.cli.plan.machine import Machine, calibration_words, described_machine, this_machine
 from fourfold.cli.strategy import STRATEGY_WORDS
-from fourfold.environment.imports import collection_paused
+from fourfold.environment.fast_imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text, is_left_open
 from fourfold.plan.model_traits import ModelTraits

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from fourfold.plan.trace_file import STEP_SPAN, Event, is_action, merged_waits
+from fourfold.trace.trace_file import STEP_SPAN, Event, is_action, merged_waits
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from fourfold.cli import job, settings_file
 from fourfold.cli.output import print_text
-from fourfold.cli.plan_arguments import PlanArguments, parse_plan_words
-from fourfold.cli.plan_progress import shown_progress
-from fourfold.cli.plan_question import Question, Questions, pinned_fields
-from fourfold.cli.plan_word import PLAN_AUTO, training_words
+from fourfold.cli.plan.arguments import PlanArguments, parse_plan_words
+from fourfold.cli.plan.progress import shown_progress
+from fourfold.cli.plan.question import Question, Questions, pinned_fields
+from fourfold.cli.plan.word import PLAN_AUTO, training_words
 from fourfold.environment.world import World
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS

@@ -1,6 +1,6 @@
 """Plan timing: the first plans of a decision are run here for a few steps, beside the best baseline.
 
-    python -m fourfold.cli.plan_timing PLANS RESULT WORD…      one rank of it, started by launcher/worker.py
+    python -m fourfold.cli.plan.timing PLANS RESULT WORD…      one rank of it, started by launcher/worker.py
 
 PLANS   a JSON file: the plans as TOML
 RESULT  the JSON file that rank 0 writes: seconds of a step, by plan
@@ -47,7 +47,7 @@ def measure_plans(plans: Sequence[Plan], words: Sequence[str], launch: Launch) -
     with temporary_folder() as folder:
         request, result = folder / "plans.json", folder / "seconds.json"
         request.write_text(json.dumps([plan.to_toml() for plan in plans]), encoding="utf-8")
-        command = ["-m", "fourfold.cli.plan_timing", str(request), str(result), *words]
+        command = ["-m", "fourfold.cli.plan.timing", str(request), str(result), *words]
         if launch(command, plans[0].mesh.size) != 0:
             return None
         return json.loads(result.read_text(encoding="utf-8"))

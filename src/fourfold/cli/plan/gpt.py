@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.cli.arguments import KEY_VALUE
-from fourfold.cli.plan_arguments import BATCH, GPT, MAX_BATCH, WHERE, read_size, size_need
+from fourfold.cli.plan.arguments import BATCH, GPT, MAX_BATCH, WHERE, read_size, size_need
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match
 

@@ -1,0 +1,1 @@
+"""The command `fourfold plan`, and `plan=auto` of a training."""

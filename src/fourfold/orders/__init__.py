@@ -1,0 +1,1 @@
+"""Which sample each rank trains on at each step. No torch."""
