@@ -20,8 +20,7 @@ from bench.plan_search import CASES, DTYPE
 from fourfold.plan.check import combination_problems
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import topology_of
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster, topology_of
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR, Estimator
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.roofline import RooflinePrices

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bench.measurement import describe_machine
 from fourfold.plan.ask import Ask
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.search.decide import decide

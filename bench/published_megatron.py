@@ -15,8 +15,7 @@ import numpy as np
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster, topology_of
-from fourfold.planner.predict.cluster_file import read_cluster, read_table
+from fourfold.planner.predict.clusters import Cluster, read_cluster, read_table, topology_of
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.memory import predict_memory
 from fourfold.planner.predict.prediction import Prediction

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.planner.predict.cluster import topology_of
-from fourfold.planner.predict.cluster_file import (
+from fourfold.planner.predict.clusters import (
     CLUSTERS,
     FIELDS,
     SOURCES,
@@ -19,6 +18,7 @@ from fourfold.planner.predict.cluster_file import (
     load_cluster,
     read_cluster,
     read_table,
+    topology_of,
 )
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.units import UNITS, Dimension, read_quantity

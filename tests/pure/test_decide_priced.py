@@ -12,7 +12,7 @@ from fourfold.plan.ask import Ask
 from fourfold.plan.check import combination_problems, model_trait_problems
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.answer import PREDICTION_ERROR
 from fourfold.planner.search.decide import best_baseline_on, decide

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fourfold.plan.ask import Ask
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier, topology_of
+from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier, topology_of
 from fourfold.planner.predict.step import predict_step
 from fourfold.planner.search.decide import decide
 from fourfold.planner.search.step_pricing import host_order, places_of

@@ -131,8 +131,8 @@ MEASURE = """
 import sys, time
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import topology_of
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import topology_of
+from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.estimate import Estimator
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.roofline import RooflinePrices

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.action_costs import GatherStalls
-from fourfold.planner.predict.cluster import topology_of
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster, topology_of
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.prices import GroupShape

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import topology_of
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster, topology_of
 from fourfold.planner.predict.facts import FactsSource, OperationKind
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.words.errors import PlanError

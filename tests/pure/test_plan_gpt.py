@@ -9,7 +9,7 @@ from fourfold.cli import main
 from fourfold.cli.plan.gpt import gpt_source
 from fourfold.plan.ask import Ask, ask_names, ask_text
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.search.decide import decide

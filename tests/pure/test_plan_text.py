@@ -22,7 +22,7 @@ from fourfold.planner.plan_text import (
     reasons,
     term_rows,
 )
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.workload import Workload

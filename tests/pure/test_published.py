@@ -8,7 +8,7 @@ from bench import published_imagenet, published_megatron
 from bench.published_imagenet import LADDER
 from bench.published_megatron import CLUSTER, PRIORS, ROWS, Row
 from bench.published_pipelines import gpipe_ratios
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster
 
 QUICK = [row for row in ROWS if row.pp <= 2]
 # Its throughput by device is a third of Yamazaki's on the same devices.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
 from fourfold.planner.predict.facts import Collective, Operation, OperationKind, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.roofline import RooflinePrices

@@ -19,7 +19,7 @@ from fourfold.cli.commands import parse_command
 from fourfold.cli.settings_file import read_settings_file
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster_file import load_cluster
+from fourfold.planner.predict.clusters import load_cluster
 from fourfold.words.errors import FourfoldError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -122,7 +122,7 @@ def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
     from fourfold.cli.plan.arguments import CALIBRATE, GPT, OWN_WORDS
     from fourfold.cli.plan.gpt import NEEDED, OPTIONAL
     from fourfold.plan.ask import ASK_PREFIX, ask_names
-    from fourfold.planner.predict.cluster_file import cluster_names
+    from fourfold.planner.predict.clusters import cluster_names
     from fourfold.trainer.settings import TASK_FIELDS
 
     if typed.startswith(ASK_PREFIX):

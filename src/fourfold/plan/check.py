@@ -1,7 +1,7 @@
 """Check: whether the fields of a plan go together, and whether the plan fits a number of ranks.
 
-Each field alone, and what must divide what, is checked when the plan is made (`plan/plan_fields.py`). What depends on the model is checked in
-`step/model_checks.py`.
+Each field alone, and what must divide what, is checked when the plan is made (`plan/plan_fields.py`); what depends on
+the model, in `step/model_checks.py`.
 
 Law: no silent fallback. What a plan asks for happens, or is refused, with all problems at once.
 """

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fourfold.proof.digests.weights import BUFFERS, FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
 from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
-from fourfold.step.persistent_state import cloned
-from fourfold.step.saved_state import SavedState, local_state, readers_of
+from fourfold.step.persistent_state import SavedState, cloned, local_state, readers_of
 from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.words.errors import Problem, TrainingError
 

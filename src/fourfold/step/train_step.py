@@ -29,7 +29,7 @@ from fourfold.step.assembly import assemble
 from fourfold.step.codec_state import CodecState
 from fourfold.step.metrics import Metrics
 from fourfold.step.model_checks import join_mesh
-from fourfold.step.saved_state import SavedState
+from fourfold.step.persistent_state import SavedState
 from fourfold.step.state_access import StateAccess
 from fourfold.step.step_options import StepKeywords, StepOptions
 from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner

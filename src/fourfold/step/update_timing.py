@@ -7,17 +7,22 @@ Law: whatever the timing, every use of a weight sees it updated, and every updat
 from collections.abc import Mapping
 from typing import Protocol
 
-from fourfold.step.backward_verbs import (
-    backward,
-    backward_input,
-    launch_next,
-    run_backward,
-    run_backward_weight,
-)
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_state import StepState
-from fourfold.step.verbs import VERBS, VerbFunction, forward, is_update_due, update_bucket, wait_all
+from fourfold.step.verbs import (
+    VERBS,
+    VerbFunction,
+    backward,
+    backward_input,
+    forward,
+    is_update_due,
+    launch_next,
+    run_backward,
+    run_backward_weight,
+    update_bucket,
+    wait_all,
+)
 from fourfold.words.program import Action, Verb
 
 

@@ -15,7 +15,7 @@ from fourfold.cli.output import print_text
 from fourfold.cli.plan.arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.planner.plan_text import best_baseline
-from fourfold.planner.predict.cluster_file import read_table
+from fourfold.planner.predict.clusters import read_table
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Decision
 from fourfold.words.errors import Problem, SettingError, os_error_text

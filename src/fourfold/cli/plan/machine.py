@@ -12,7 +12,7 @@ from fourfold.cli.output import print_text
 from fourfold.cli.plan.arguments import WHERE
 from fourfold.environment.world import num_cores
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.planner.predict.cluster import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prices import Prices
 from fourfold.planner.search.answer import PREDICTION_ERROR
@@ -55,7 +55,7 @@ def described_machine(name: str, *, devices: int | None, network: float | None) 
     devices  how many there are to be; None: those of the cluster
     network  bytes a second that a rank sends to another host; None: the cluster's
     """
-    from fourfold.planner.predict.cluster_file import load_cluster
+    from fourfold.planner.predict.clusters import load_cluster
     from fourfold.planner.predict.roofline import RooflinePrices
 
     cluster = load_cluster(name)

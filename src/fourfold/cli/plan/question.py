@@ -95,7 +95,7 @@ class Question:
     def predict(self, plan: Plan) -> Prediction:
         """What a plan would take. Raises PlanError."""
         from fourfold.plan.lowering import lower
-        from fourfold.planner.predict.cluster import topology_of
+        from fourfold.planner.predict.clusters import topology_of
         from fourfold.planner.predict.step import predict_step
 
         cluster = self.machine.cluster

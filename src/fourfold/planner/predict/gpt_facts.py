@@ -21,8 +21,17 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.planner.predict import gpt_blocks
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
-from fourfold.planner.predict.gpt_blocks import FLOAT32_BYTES, MASK_BYTES, RankShape
-from fourfold.planner.predict.gpt_specs import EMBEDDING, POSITIONS, GptSize, block_name, block_shapes, gpt_specs
+from fourfold.planner.predict.gpt_blocks import (
+    EMBEDDING,
+    FLOAT32_BYTES,
+    MASK_BYTES,
+    POSITIONS,
+    GptSize,
+    RankShape,
+    block_name,
+    block_shapes,
+    gpt_specs,
+)
 from fourfold.words.errors import PlanError, Problem
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -20,7 +20,7 @@ import math
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.planner.predict.cluster import Cluster, Tier
+from fourfold.planner.predict.clusters import Cluster, Tier
 from fourfold.planner.predict.facts import Collective, Operation, OperationKind, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape, SegmentSeconds
 from fourfold.words.errors import PlanError, Problem

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster
+from fourfold.planner.predict.clusters import Cluster
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.prices import Prices

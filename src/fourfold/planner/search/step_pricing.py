@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from fourfold.plan.check import legality_problems
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.cluster import Cluster, topology_of
+from fourfold.planner.predict.clusters import Cluster, topology_of
 from fourfold.planner.predict.estimate import Estimator, flights_of
 from fourfold.planner.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.planner.predict.prediction import Prediction, StepTerms
