@@ -28,7 +28,7 @@ class Rates:
     compute: float = 1.0
     call: float = 0.1
     tensor: float = 0.1
-    sequence: float = 0.1
+    context: float = 0.1
     edge: float = 0.05
     reduce: float = 0.02
     gather: float = 0.02
@@ -104,7 +104,7 @@ class FakePricing:
         dims = self.model.dims
         tensor *= sum(1 + dims.index(name) for name in self._split_dims(plan)) / len(dims) if dims else 1.0
         ring = plan.cp // plan.ulysses
-        hops = rates.sequence * samples * ((ring - 1) * (1.3 if plan.ring == "gather" else 1.0) + (plan.ulysses > 1))
+        hops = rates.context * samples * ((ring - 1) * (1.3 if plan.ring == "gather" else 1.0) + (plan.ulysses > 1))
         return tensor, hops
 
     def floor(self, plan: Plan) -> float:
@@ -167,11 +167,11 @@ class FakePricing:
     def terms(self, plan: Plan) -> StepTerms:
         self._check(plan)
         chain, m, rates = self._chain(plan), plan.microbatches, self.rates
-        tensor, sequence = self._axes(plan)
+        tensor, context = self._axes(plan)
         seconds = [block.seconds for block in chain.blocks]
         places = self._places(plan, seconds, chain.first.seconds, chain.last.seconds)
         numbers = self._places(plan, [1.0] * len(seconds), 0.0, 0.0)
-        totals = [each + number * (tensor + sequence) for each, number in zip(places, numbers, strict=True)]
+        totals = [each + number * (tensor + context) for each, number in zip(places, numbers, strict=True)]
         slowest = max(range(plan.pp), key=lambda place: totals[place])
         busy, number = places[slowest], numbers[slowest]
         recompute = busy * (1 - 1 / (1 + RECOMPUTED[plan.recompute]))
@@ -185,7 +185,7 @@ class FakePricing:
             compute=m * (busy - recompute),
             recompute=m * recompute,
             tensor=m * number * tensor,
-            sequence=m * number * sequence,
+            context=m * number * context,
             bubble=waits * (sum(totals) / plan.pp) + edges,
             exposed=self._exposed(plan, weights),
             update=rates.update * weights / plan.num_shards * (0.5 if plan.update != "after" else 1.0),

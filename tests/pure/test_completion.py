@@ -34,6 +34,7 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert offered("show recipe:") == [f"recipe:{name}" for name in recipe_names()]
     assert offered("verify lm zero=") == ["zero=0", "zero=1", "zero=2", "zero=3"]
     assert offered("train sync=") == ["sync=local", "sync=step"]  # what this version can build
+    assert offered("train sequence_parallel=") == ["sequence_parallel=false", "sequence_parallel=true"]
     assert offered("train fresh=") == ["fresh=false", "fresh=true"]
     assert offered("train mine.py de") == ["depth="]
     assert offered("train mine.py:other br") == ["breadth="]
@@ -54,7 +55,9 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert offered("checkpoint export first --format=h") == ["--format=hf"]
     assert offered("checkpoint export first --f") == ["--format"]
     assert offered("run ") == offered("nonsense ") == []
-    assert all(rule.choices or rule.supported or offered(f"train {name}=") == [] for name, rule in FIELD_RULES.items())
+    assert all(
+        rule.choices or rule.type is bool or offered(f"train {name}=") == [] for name, rule in FIELD_RULES.items()
+    )
 
 
 def test_callbacks_are_completed_by_name_and_then_by_option():

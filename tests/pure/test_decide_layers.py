@@ -50,7 +50,7 @@ def test_it_finds_the_best_stages_and_dims_of_a_small_model(tensor):
 )
 def test_it_is_not_slower_than_its_starts_and_depends_on_the_seed_alone(seed, rate, limit, pins):
     pricing = make_case(devices=4, model=MODEL)
-    pricing.rates = Rates(tensor=rate, sequence=rate)
+    pricing.rates = Rates(tensor=rate, context=rate)
     plans = [Plan(dp=2, tp=2, zero=3, microbatches=4), Plan(pp=2, tp=2, microbatches=4)]
     starts = [found for plan in plans if (found := pricing.estimate(plan)).memory.total <= limit]
     ask = Ask(**pins)

@@ -113,7 +113,7 @@ def test_a_search_without_time_ends_with_what_is_known_and_counts_what_it_left_o
 def test_what_cut_samples_keep_is_asked_for_only_where_a_plan_may_be_kept():
     # The floors of all cuts are within the margin: sums of gradients, which no floor has, take most of a step.
     pricing = make_case(devices=8, per_host=8, batch=8, model=Model(), clip=1.0)
-    pricing.rates = Rates(tensor=0.0, sequence=0.0, reduce=2.0, gather=2.0)
+    pricing.rates = Rates(tensor=0.0, context=0.0, reduce=2.0, gather=2.0)
     ask = Ask(stages="even")
     search(ask, pricing.space, pricing, limit_bytes=math.inf, margin=1.1)
     asked, pricing.estimated = pricing.estimated, []

@@ -31,8 +31,8 @@ RECORDS = {"NamedTuple", "TypedDict", "Enum", "StrEnum", "IntEnum", "Exception"}
 
 @functools.cache
 def plan_modes() -> set[str]:
-    """The fields of a plan that are one of several words."""
-    return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str)}
+    """The fields of a plan that are one of several words, or a switch."""
+    return {field.name for field in dataclasses.fields(Plan) if isinstance(getattr(Plan(), field.name), str | bool)}
 
 
 def behaviours() -> set[str]:

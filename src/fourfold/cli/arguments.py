@@ -19,7 +19,7 @@ from typing import Any
 
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
+from fourfold.plan.plan_fields import BOOL_WORDS, FIELD_RULES, FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, LR_SETTINGS, Setting, Settings, declared_settings, setting
@@ -31,7 +31,6 @@ RULES_WORD = "tensor"
 PROGRAM_WORD = "program"
 MAX_PROGRAM_BYTES = 2**24
 KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
-BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 TYPE_TEXTS = {
     int: "a whole number",
     float: "a number",

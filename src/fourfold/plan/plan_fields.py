@@ -20,6 +20,7 @@ from fourfold.plan.codec import CODECS
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.words.errors import Problem, closest_match
 
+BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
 
 
@@ -34,7 +35,7 @@ class FieldRule:
     float_maximum  makes the field a real number above 0; `allows_zero`: or 0
     """
 
-    value_type: type
+    type: type
     choices: tuple[Any, ...] = ()
     minimum: int = 1
     supported: tuple[Any, ...] | None = None
@@ -45,11 +46,11 @@ class FieldRule:
 
     def requirement(self) -> str:
         """What an error says is needed."""
-        if self.value_type is bool:
+        if self.type is bool:
             return "true or false"
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
-        if self.value_type is str:
+        if self.type is str:
             return "a text"
         if self.float_maximum is not None:
             return f"a number {'of at least' if self.allows_zero else 'above'} 0, at most {self.float_maximum}"
@@ -62,20 +63,20 @@ class FieldRule:
     @property
     def is_text(self) -> bool:
         """Whether it holds any text, in which commas are nothing special, such as `stages = "4,1,4,3"`."""
-        return self.value_type is str and not self.choices
+        return self.type is str and not self.choices
 
     def accepts(self, value: object) -> bool:
         """Whether the field may hold this value, in this version or a later one."""
         if value is None:
             return self.optional
         # An integer is a legal float: in TOML a whole number has no decimal point.
-        if type(value) is not self.value_type and not (self.value_type is float and type(value) is int):
+        if type(value) is not self.type and not (self.type is float and type(value) is int):
             return False
-        if self.value_type is bool:
+        if self.type is bool:
             return True
         if self.float_maximum is not None:
             return (value > 0.0 or (self.allows_zero and value == 0.0)) and value <= self.float_maximum  # type: ignore[operator]
-        if self.choices or self.value_type is str:
+        if self.choices or self.type is str:
             return not self.choices or value in self.choices
         return value >= self.minimum and (self.int_maximum is None or value <= self.int_maximum)  # type: ignore[operator]
 
@@ -190,11 +191,16 @@ def parse_value(name: str, text: str) -> object:
     rule = FIELD_RULES[name]
     if rule.optional and text == "none":
         return None
-    if rule.value_type is bool:
-        return {"true": True, "false": False}.get(text, text)
-    if rule.value_type is not str:
+    if rule.type is bool:
+        return BOOL_WORDS.get(text.lower(), text)
+    if rule.type is not str:
         try:
-            return rule.value_type(text)
+            return rule.type(text)
         except ValueError:
             return text
     return text
+
+
+def field_text(value: object) -> str:
+    """A value as a word of a command line has it: what `parse_value` reads."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

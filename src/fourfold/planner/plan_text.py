@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
+from fourfold.plan.plan_fields import field_text
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Change, Decision, Refused
@@ -44,7 +45,8 @@ def plan_words(plan: Plan) -> str:
 
 
 def _word(value: object) -> str:
-    return f"'{value}'" if isinstance(value, str) and (" " in value or "\n" in value) else str(value)
+    text = field_text(value)
+    return f"'{text}'" if " " in text or "\n" in text else text
 
 
 def against(answer: Prediction, baseline: Prediction, *, error: float) -> str:
@@ -157,7 +159,7 @@ def _format_change(change: Change) -> str:
         factor, unit = next((pair for pair in BINARY_PREFIXES if change.value >= pair[0]), (1, "B"))
         return f"memory={math.ceil(10 * change.value / factor - ROUNDING) / 10:g}{unit}"  # not less than is needed
     then = "" if change.prediction is None else f" ({format_bytes(change.prediction.memory.total)})"
-    return f"{change.field}={change.value}{then}"
+    return f"{change.field}={field_text(change.value)}{then}"
 
 
 def used_terms(predictions: Sequence[Prediction]) -> list[str]:

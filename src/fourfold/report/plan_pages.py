@@ -100,7 +100,7 @@ TERM_STYLES = {
     "compute": "forward",
     "recompute": "backward",
     "tensor": "unshard",
-    "sequence": "data",
+    "context": "data",
     "bubble": "wait",
     "exposed": "reduce",
     "update": "update",

@@ -1,6 +1,6 @@
 """Mesh: the devices on four named axes, outermost first: pp × dp × cp × tp.
 
-axis   one of pp (pipeline: layers), dp (data: samples), cp (sequence: tokens), tp (tensor: weights)
+axis   one of pp (pipeline: layers), dp (data: samples), cp (context: tokens), tp (tensor: weights)
 rank   always global; the position of a rank on one axis is its `index`, the length of an axis its `size`
 peers  the ranks that have the same index as a rank on all but the named axes
 Law: for any axes, the groups of peers partition the world.

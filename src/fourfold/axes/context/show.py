@@ -79,7 +79,7 @@ def format_context(plan: Plan, task: Task, model: nn.Module) -> str:
     ring = f"a ring of {spec.ring_size}"
     split = ring if plan.ulysses == 1 else f"heads among {plan.ulysses}, {ring}"
     padding = f", padded to {padded:,}" if padded != trace.length else ""
-    head = f"sequence  {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.cp:,} a rank"
+    head = f"context   {plan.ring}, {split}; samples of {trace.length:,} tokens{padding}, {padded // plan.cp:,} a rank"
     num_scores = scores_per_index(spec, padded, causal=causal)
     rows = [
         ("index", "work, even = 1", "tokens"),

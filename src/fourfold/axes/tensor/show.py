@@ -27,7 +27,7 @@ SENT: Mapping[Style, tuple[str, str]] = {
     Style.CHANNELS: (NOTHING, NOTHING),
     Style.REPLICATED: (NOTHING, f"{Change.ALL_REDUCE} of the weight's gradient"),
 }
-# The same in blocks whose residuals are split over tokens.
+# The same in blocks whose hidden tensors are split over tokens.
 SENT_BY_TOKENS: Mapping[Style, tuple[str, str]] = SENT | {
     Style.COLUMN: (Change.ALL_GATHER, f"{Change.ALL_GATHER}, {Change.REDUCE_SCATTER}"),
     Style.ROW: (Change.REDUCE_SCATTER, Change.ALL_GATHER),
@@ -86,14 +86,14 @@ def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: boo
 
 
 def _format_sequence_parallel(model: nn.Module, layout: TensorLayout, split: SequenceParallelLayout, plan: Plan) -> str:
-    """What a rank sends for the blocks whose residuals are split."""
+    """What a rank sends for the blocks whose hidden tensors are split."""
     modules, rows = module_specs(model), dict[tuple[str, ...], int]()
     for block in split.blocks:
         found = block_traffic(block, modules, layout.styles, split, plan.tp)
         element_bytes = _element_bytes(model.get_submodule(block), plan)
         row = (_numberless(block), *(format_bytes(element_bytes * elements) for elements in found))
         rows[row] = rows.get(row, 0) + 1
-    table = [("blocks", "", "per token", "with whole residuals", "of weights, per backward")]
+    table = [("blocks", "", "per token", "without it", "of weights, per backward")]
     table += [
         (name, f"× {count}" if count > 1 else "", split, whole, gradients)
         for (name, whole, split, gradients), count in rows.items()

@@ -123,7 +123,7 @@ class ModelFacts:
     """A model as one rank of a plan computes it: all tensor ranks compute as much.
 
     boundary_bytes  of what one rank of a stage sends the next stage, for one sample: in the precision of the plan,
-                    before `edge` encodes it; where residuals are split, of the rank's part
+                    before `edge` encodes it; with sequence parallelism, of the rank's part
     boundary_columns        features of a token at a boundary: the last dim; 0: what crosses is not encoded
     boundary_element_bytes  of an element there
     tokens          of one sample, if it has tokens: for rates

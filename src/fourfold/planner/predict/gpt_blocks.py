@@ -1,6 +1,6 @@
 """GPT blocks: the operations, collectives and activations of Megatron's GPT on one rank, for one sample.
 
-T tokens of a sample on this rank, s/cp · h width · t tensor ranks · r ranks that split residuals · e bytes of an
+T tokens of a sample on this rank, s/cp · h width · t tensor ranks · e bytes of an
 element
 column  a layer whose outputs are split over tensor ranks, row one whose inputs are; a vocabulary is split by rows
 Law: a block computes 24·T·h²/t + 4·T·s·h/t operations forward, the head 2·T·h·V/t (equation 3 of Narayanan et al.,

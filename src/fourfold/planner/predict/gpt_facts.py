@@ -143,7 +143,9 @@ class GptFacts:
             problems.append(problem)
         if plan.sequence_parallel and self.length // plan.cp % plan.tp:
             got = f"tp = {plan.tp}, {self.length // plan.cp} tokens on a rank"
-            problems.append(Problem(got, "tp to divide the tokens, with split residuals", "sequence_parallel = false"))
+            problems.append(
+                Problem(got, "tp to divide the tokens, with sequence parallelism", "sequence_parallel = false")
+            )
         if problems:
             raise PlanError(problems, where="the plan")
 

@@ -26,7 +26,7 @@ class StepTerms(NamedTuple):
 
     compute    forward and backward, collectives inside them excluded
     recompute  forwards that backward computes again
-    tensor, sequence  collectives inside forward and backward
+    tensor, context  collectives inside forward and backward
     bubble     waits for other stages, their messages included
     exposed    collectives of the data axis that no computing hides
     update     of the optimizer
@@ -36,7 +36,7 @@ class StepTerms(NamedTuple):
     compute: float
     recompute: float
     tensor: float
-    sequence: float
+    context: float
     bubble: float
     exposed: float
     update: float

@@ -98,10 +98,10 @@ class SegmentPricer:
 def _parts(whole: float, without_tensor: float, bare: float, without_recompute: float, exposed: float) -> StepTerms:
     """The parts of one pass; none is negative, even where measured prices contradict each other."""
     tensor = max(0.0, whole - without_tensor)
-    sequence = max(0.0, whole - tensor - bare)
-    recompute = max(0.0, whole - tensor - sequence - without_recompute)
-    compute = whole - tensor - sequence - recompute
-    return ZERO._replace(compute=compute, recompute=recompute, tensor=tensor, sequence=sequence, exposed=exposed)
+    context = max(0.0, whole - tensor - bare)
+    recompute = max(0.0, whole - tensor - context - without_recompute)
+    compute = whole - tensor - context - recompute
+    return ZERO._replace(compute=compute, recompute=recompute, tensor=tensor, context=context, exposed=exposed)
 
 
 def stage_segments(facts: ModelFacts, blocks: range, *, is_first: bool, is_last: bool) -> tuple[SegmentFacts, ...]:

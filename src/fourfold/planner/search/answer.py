@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from fourfold.plan.ask import Ask
+from fourfold.plan.ask import NONE, Ask
+from fourfold.plan.decode import format_pair
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR
 from fourfold.planner.predict.prediction import MemoryParts, Prediction
@@ -314,7 +315,7 @@ def change_text(change: Change) -> str:
     """A change as a user writes it in an ask."""
     if change.field == "memory" and isinstance(change.value, int):
         return f"memory = {write_bytes(change.value)}"
-    return f"{change.field} = {change.value}"
+    return format_pair(change.field, NONE if change.value is None else change.value)
 
 
 # ---- the time-memory front -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import FIELD_RULES, field_text
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Refused
 from fourfold.planner.search.progress import Progress
@@ -126,7 +126,11 @@ def _refused(found: Found, question: _Question, conflicts: tuple[Problem, ...]) 
 def _conflicts(pins: Pins, ask: Ask) -> list[Problem]:
     """Where a family differs from what the ask pins."""
     return [
-        Problem(f"{name} = {value}", f"{name} = {ask.pinned[name]}, as the ask pins it", f"an ask without {name}")
+        Problem(
+            f"{name} = {field_text(value)}",
+            f"{name} = {field_text(ask.pinned[name])}, as the ask pins it",
+            f"an ask without {name}",
+        )
         for name, value in pins.items()
         if name in ask.pinned and ask.pinned[name] != value
     ]

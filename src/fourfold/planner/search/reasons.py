@@ -13,7 +13,7 @@ TERM_TEXTS = {
     "compute": "computing",
     "recompute": "computing activations again",
     "tensor": "collectives of tensor ranks",
-    "sequence": "messages of context ranks",
+    "context": "messages of context ranks",
     "bubble": "waits for other stages",
     "exposed": "gradients and weights that no computing hides",
     "update": "the update",

@@ -339,7 +339,7 @@ class _Searcher:
 
 def _span(found: Prediction | _Timed) -> float:
     terms = found.terms
-    return terms.compute + terms.recompute + terms.tensor + terms.sequence + terms.bubble
+    return terms.compute + terms.recompute + terms.tensor + terms.context + terms.bubble
 
 
 def _of_variant(plan: Plan) -> dict[str, Any]:

@@ -8,8 +8,8 @@ summed     modules with parameters that compute with some tokens: their gradient
 per token     activations and their gradients, for each token of a batch
 per backward  the gradients of whole parameters that compute with some tokens
 Law: between entry and exit, a module outside of containers computes with this rank's tokens only.
-Law: with residuals that are whole, a container costs an all-reduce and a row layer another. Split, the same tensors
-cost a reduce-scatter and an all-gather, which is as much, and a container another all-gather, in backward.
+Law: without it, a container costs an all-reduce and a row layer another. With it, the same tensors cost
+a reduce-scatter and an all-gather, which is as much, and a container another all-gather, in backward.
 
 Source: sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.05198).
 """
@@ -29,7 +29,7 @@ KEEP_WHOLE = "sequence_parallel = false"
 
 
 class SequenceParallelLayout(NamedTuple):
-    """What modules do where residuals are split, by name. All empty where residuals are whole.
+    """What modules do with sequence parallelism, by name. All empty without it.
 
     rows    row layers whose sum is split over tokens
     blocks  the blocks that hold split layers, in order
@@ -44,7 +44,7 @@ class SequenceParallelLayout(NamedTuple):
 
 
 def sequence_parallel_layout(modules: Sequence[ModuleSpec], styles: Mapping[str, Style]) -> SequenceParallelLayout:
-    """Where residuals are split, in a model of these modules with these rules. Raises PlanError, all problems at once.
+    """Where tokens are split, in a model of these modules with these rules. Raises PlanError, all problems at once.
 
     styles  by module: the style of its rule
     """
@@ -203,7 +203,7 @@ class BlockTraffic(NamedTuple):
     """Elements that a rank sends for a block, over a network."""
 
     whole_per_token: float
-    """Where residuals are whole."""
+    """Without sequence parallelism."""
     split_per_token: float
     split_per_backward: float
 

@@ -1,4 +1,4 @@
-"""Split residuals: modules of a user's model at whose entry or exit hidden tensors are split over tokens, or gathered.
+"""Sequence parallelism: modules at whose entry or exit hidden tensors are split over tokens, or gathered.
 
 hidden  the first floating-point tensor among the arguments of a module, or of what it returns
 role    what a module does, as `axes/tensor/rules/sequence_parallel.py` has inferred
