@@ -38,7 +38,7 @@ EXPECTED_WITH_SPLIT_RESIDUALS = """
 sequence parallelism   what a rank sends for a block, in forward and backward
   tokens are split from the entry of blocks.0 to the end of norm; there they are gathered
   blocks         per token  without it  of weights, per backward
-  blocks.*  × 2      320 B                 256 B                     128 B
+  blocks.*  × 2      320 B       256 B                     128 B
 """
 
 
