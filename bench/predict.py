@@ -265,7 +265,7 @@ def _row(each: Compared, target: float, *, with_memory: bool) -> list[str]:
     terms = each.predicted.terms
     parts = (
         terms.compute + terms.recompute,
-        terms.tensor + terms.sequence,
+        terms.tensor + terms.context,
         terms.bubble,
         terms.exposed,
         terms.update,
