@@ -75,9 +75,9 @@ GRADIENT_BYTES = 4 * (1024 * 1024 + 1024)
 TASK = """
 import torch
 import fourfold as ff
-from fourfold.trainer import watch
+from fourfold.trainer import link_watch
 
-watch.BEAT_SECONDS = 0.2
+link_watch.BEAT_SECONDS = 0.2
 
 
 class Source:
