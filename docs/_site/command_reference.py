@@ -12,7 +12,8 @@ from typing import Any
 MARK = "<!-- commands -->"
 SOURCE = Path(__file__).parent.parent.parent / "src"
 TABLE = "\b\n"  # in front of lines that the parser must not join
-SETTINGS = "; in brackets its default:\n{settings}"  # the settings have a table of their own
+# The settings and the fields of a plan have tables of their own.
+TABLES = ("; in brackets its default:\n{settings}", "; in brackets its default:\n\n\b\n{fields}")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -41,7 +42,10 @@ def _describe(command: Any, name: str) -> Iterator[str]:
     if not hasattr(command, "commands"):
         usage = command.get_usage(typer.Context(command, info_name=name))
         yield f"```text\n{_plain_usage(usage)}\n```\n"
-    for paragraph in (command.help or "").replace(SETTINGS, "").split("\n\n"):
+    text = command.help or ""
+    for each in TABLES:
+        text = text.replace(each, "")
+    for paragraph in text.split("\n\n"):
         is_table = paragraph.startswith(TABLE)
         yield f"```text\n{paragraph.removeprefix(TABLE)}\n```\n" if is_table else f"{paragraph}\n"
     if rows := [row for row in map(_row, command.params) if row]:

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main, sigint
-from fourfold.cli.arguments import RUN_SETTINGS, ParsedArgs, ValueType, argument_types, parse_args, parse_values
+from fourfold.cli.arguments import SETTINGS, ParsedArgs, argument_types, parse_args, parse_values
 from fourfold.cli.errors import nearest_file, report_error
 from fourfold.cli.task_source import is_script
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
 from fourfold.words.errors import SettingError
+from fourfold.words.field import Field
 
 TASK = """
 import torch
@@ -123,7 +124,7 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
         "lr = fast": "need a number",
         "bias = perhaps": "need true or false",
         "steps = 0": "need a whole number of at least 1",
-        "seed = -1": "need a whole number of at least 0",
+        "seed = -1": "need a whole number from 0 to 18446744073709551615",
         "zero = 7": "need one of 0, 1, 2, 3",
         "dp = 'x'": "need a whole number from 1 to 1048576",
     }.items():
@@ -344,15 +345,15 @@ def test_values_are_parsed_by_the_type_of_the_default() -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (ValueType(int), ""),
-        (ValueType(int), "none"),
-        (ValueType(int), "inf"),
-        (ValueType(float), "1,5"),
-        (RUN_SETTINGS["clip"], "0"),
-        (RUN_SETTINGS["clip"], "nan"),
+        (Field(type=int), ""),
+        (Field(type=int), "none"),
+        (Field(type=int), "inf"),
+        (Field(type=float), "1,5"),
+        (SETTINGS["clip"], "0"),
+        (SETTINGS["clip"], "nan"),
     ],
 )
-def test_text_of_the_wrong_type_does_not_parse(kind: ValueType, text: str) -> None:
+def test_text_of_the_wrong_type_does_not_parse(kind: Field, text: str) -> None:
     with pytest.raises((ValueError, OverflowError)):
         kind.parse(text)
 

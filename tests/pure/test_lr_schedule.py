@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli.arguments import RUN_SETTINGS, parse_values
+from fourfold.cli.arguments import SETTINGS, parse_values
 from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
 from fourfold.trainer.settings import LR_PREFIX
 from fourfold.words.errors import SettingError
@@ -88,7 +88,7 @@ def test_invalid_schedule_arguments_are_reported_all_at_once() -> None:
     with pytest.raises(SettingError) as caught:
         LRSchedule(schedule="cosin", scale="square", warmup=-1, batch_size=0, milestones=(0.5, 0.2), drop=0, floor=2)
     names = [problem.got.split(" = ")[0] for problem in caught.value.problems]
-    assert names == ["schedule", "scale", "warmup", "batch_size", "milestones", "drop", "floor"]
+    assert names == ["schedule", "warmup", "scale", "batch_size", "milestones", "drop", "floor"]
 
 
 def test_warmup_longer_than_the_run_and_an_unknown_batch_size_are_refused() -> None:
@@ -120,7 +120,7 @@ def test_the_description_says_what_was_scaled(rates: LRSchedule, has_task_schedu
 def test_every_lr_setting_is_parsed_into_a_field_of_the_schedule() -> None:
     words = {"schedule": "step", "warmup": "5", "scale": "sqrt", "batch_size": "64"}
     words |= {"milestones": "0.5,0.75", "drop": "0.2", "floor": "0.1"}
-    assert {name for name in RUN_SETTINGS if name.startswith(LR_PREFIX)} == {LR_PREFIX + name for name in words}
+    assert {name for name in SETTINGS if name.startswith(LR_PREFIX)} == {LR_PREFIX + name for name in words}
     found = parse_values({LR_PREFIX + name: text for name, text in words.items()}, {}).run
     values = {name.removeprefix(LR_PREFIX): value for name, value in found.items()}
     given = LRSchedule(**values).non_default_fields()

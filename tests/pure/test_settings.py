@@ -10,19 +10,18 @@ import msgspec
 import pytest
 
 import fourfold as ff
-from fourfold.cli.arguments import SETTINGS, LaunchSettings, command_line_settings, value_type
-from fourfold.cli.settings_table import help_table, markdown_table
+from fourfold.cli.arguments import SETTINGS, LaunchSettings, command_line_settings
+from fourfold.cli.settings_table import help_table, markdown_table, plan_markdown_table
 from fourfold.trainer.run_identity import default_run_name, run_identity
 from fourfold.trainer.settings import (
     TASK_FIELDS,
     Settings,
     TrainOptions,
-    declared_settings,
     make_settings,
-    setting,
     setting_problems,
 )
 from fourfold.words.errors import SettingError
+from fourfold.words.field import declare, declared_settings
 
 ROOT = Path(__file__).parents[2]
 TASK = ff.Task(
@@ -40,7 +39,7 @@ TASK = ff.Task(
 class WithPatience(Settings):
     """The settings, and one more."""
 
-    patience: int = setting(7, type=int, minimum=1, help="evaluations without progress", in_identity="if given")
+    patience: int = declare(7, minimum=1, help="evaluations without progress", in_identity="if given")
 
 
 def test_a_new_field_is_checked_parsed_listed_and_part_of_the_identity() -> None:
@@ -49,9 +48,9 @@ def test_a_new_field_is_checked_parsed_listed_and_part_of_the_identity() -> None
     assert problem.got == "patience = 0"
     assert problem.need == "a whole number of at least 1"
     words = command_line_settings(WithPatience, LaunchSettings)
-    assert value_type(words["patience"]).parse("3") == 3
+    assert words["patience"].parse("3") == 3
     with pytest.raises(ValueError, match="0"):
-        value_type(words["patience"]).parse("0")
+        words["patience"].parse("0")
     assert "patience          evaluations without progress (7)" in help_table(words)
     assert "| `patience` | evaluations without progress | 7 |" in markdown_table(words)
     assert run_identity(WithPatience(**given, patience=3), ff.Plan())["patience"] == 3
@@ -70,6 +69,7 @@ def test_the_keywords_of_train_are_the_settings() -> None:
 
 def test_the_documentation_lists_every_setting() -> None:
     assert markdown_table() in (ROOT / "docs" / "runs.md").read_text()
+    assert plan_markdown_table() in (ROOT / "docs" / "plan.md").read_text()
 
 
 def test_every_default_passes_its_own_check() -> None:

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.cli.arguments import ValueType
 from fourfold.cli.job import Job, parse_job
 from fourfold.plan.decode import format_pair, format_table, format_value, from_toml
 from fourfold.tasks import lm
 from fourfold.trainer.run_identity import check_run_name
 from fourfold.trainer.settings import Settings
 from fourfold.words.errors import FourfoldError, SettingError
+from fourfold.words.field import Field
 
 TASK = """
 import torch
@@ -353,7 +353,7 @@ def test_a_value_of_any_type_is_accepted_or_refused_and_never_changed(value: Any
     for kind in (int, float, bool, str, tuple, None):
         for is_optional in (False, True):
             try:
-                found = ValueType(kind, is_optional=is_optional).convert(value)
+                found = Field(type=kind, is_optional=is_optional).convert(value)
             except (ValueError, OverflowError):
                 continue
             if kind is float and isinstance(value, int):

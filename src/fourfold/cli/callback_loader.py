@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli import task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
@@ -81,11 +81,10 @@ def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = dict(texts)
     problems = []
     for key in texts.keys() & known.keys():
-        kind = ValueType(known[key].type, is_optional=known[key].is_optional)
         try:
-            values[key] = kind.parse(texts[key])
-        except (ValueError, OverflowError):
-            problems.append(Problem(f"{name}.{key} = {texts[key] or '(nothing)'}", kind.requirement()))
+            values[key] = known[key].read(f"{name}.{key}", texts[key])
+        except SettingError as error:
+            problems += error.problems
     if problems:
         raise SettingError(problems)
     return values

@@ -34,6 +34,7 @@ OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
 TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
 SHOW_RANKS = "fourfold show lm dp=2"
 SETTINGS_PLACE = "{settings}"  # in the docstring of `train`, replaced by the table of settings
+FIELDS_PLACE = "{fields}"  # in that of `show`, by the table of the plan's fields
 NumProcesses = Annotated[
     str | None,
     typer.Option("-n", metavar="N", help="Number of processes. Default: one per GPU, else min(cores, 4)."),
@@ -119,17 +120,19 @@ def fourfold(
         print(context.get_help())
 
 
-class _TrainCommand(TyperCommand):
-    """Inserts the table of settings when the help is printed, and not before: importing the settings takes 50 ms."""
+class _WithTable(TyperCommand):
+    """Inserts a table when the help is printed, and not before: importing the settings takes 50 ms."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        from fourfold.cli.settings_table import help_table
+        from fourfold.cli.settings_table import help_table, plan_help_table
 
-        self.help = (self.help or "").replace(SETTINGS_PLACE, help_table())
+        for place, table in ((SETTINGS_PLACE, help_table), (FIELDS_PLACE, plan_help_table)):
+            if place in (self.help or ""):
+                self.help = (self.help or "").replace(place, table())
         super().format_help_text(ctx, formatter)
 
 
-@app.command(options_metavar=OPTIONS, cls=_TrainCommand)
+@app.command(options_metavar=OPTIONS, cls=_WithTable)
 def train(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
     processes: NumProcesses = None,
@@ -183,7 +186,11 @@ def run(
     return functools.partial(run_commands.run, command or [], processes, restarts)
 
 
-@app.command(options_metavar="[--html PAGE]", short_help="Print a plan: each rank's program, the bytes it sends.")
+@app.command(
+    options_metavar="[--html PAGE]",
+    short_help="Print a plan: each rank's program, the bytes it sends.",
+    cls=_WithTable,
+)
 def show(
     words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
     page: Annotated[
@@ -193,6 +200,10 @@ def show(
     """Print a plan: its mesh, each rank's program, the bytes it sends and, with pp above 1, the timeline of a step.
 
     TASK gives the model; without it, lm with a layer for each stage at least. FILE.toml: a plan or a settings file.
+    KEY=VALUE: an argument of the task, or a field of the plan; in brackets its default:
+
+    \b
+    {fields}
     """
     from fourfold.cli import run_commands
 

@@ -80,7 +80,7 @@ def candidates(words: Sequence[str], commands: Sequence[str]) -> list[str]:
 
 def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a recipe, or a setting with its values."""
-    from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, RUN_SETTINGS
+    from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, SETTINGS
     from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
     from fourfold.cli.task_source import argument_names
@@ -94,13 +94,12 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     if key == CALLBACK_WORD and equals:
         return [f"{key}={names}" for names in _callback_values(before, value)]
     if equals:
-        rule = FIELD_RULES.get(key) or RUN_SETTINGS.get(key)
-        values = [] if rule is None else ("true", "false") if getattr(rule, "type", None) is bool else rule.choices
-        return [f"{key}={value}" for value in (getattr(rule, "supported", None) or values)]
+        rule = FIELD_RULES.get(key) or SETTINGS.get(key)
+        return [] if rule is None else [f"{key}={value}" for value in rule.offered]
     free = [word for word in before if not KEY_VALUE.fullmatch(word) and not word.startswith("-")]
     tasks = [word for word in free if not word.endswith(".toml") and not word.startswith(RECIPE_PREFIX)]
     given = {word.partition("=")[0] for word in before} - {CALLBACK_WORD}  # it may be repeated
-    keys = {*FIELD_RULES, *RUN_SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
+    keys = {*FIELD_RULES, *SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
     keys = (keys | _callback_options(before)) - given
     has_plan = len(free) > len(tasks)
     return [
@@ -118,9 +117,9 @@ def _train_words(before: Sequence[str], typed: str) -> Iterable[str]:
 
 def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a run, an ask, an own word with its values, or what a training may have."""
-    from fourfold.cli.arguments import RUN_SETTINGS
+    from fourfold.cli.arguments import SETTINGS
     from fourfold.cli.plan.arguments import CALIBRATE, GPT, OWN_WORDS
-    from fourfold.cli.plan.gpt import NEEDED, OPTIONAL
+    from fourfold.cli.plan.gpt import FIELDS
     from fourfold.plan.ask import ASK_PREFIX, ask_names
     from fourfold.planner.predict.clusters import cluster_names
     from fourfold.trainer.settings import TASK_FIELDS
@@ -129,14 +128,14 @@ def _plan_words(before: Sequence[str], typed: str) -> Iterable[str]:
         return [f"{ASK_PREFIX}{name}" for name in ask_names()]
     key, equals, _ = typed.partition("=")
     if equals and key in OWN_WORDS:
-        values = {"cluster": cluster_names(), "overwrite": BOOLS, "force": BOOLS, "out": ("none",)}
-        return [f"{key}={value}" for value in values.get(key, ())]
+        values = {"cluster": cluster_names(), "out": ("none",)}
+        return [f"{key}={value}" for value in values.get(key, OWN_WORDS[key].offered)]
     if before[:1] == [CALIBRATE]:
         return ()
-    others = {f"{name}=" for name in RUN_SETTINGS if name not in TASK_FIELDS}
+    others = {f"{name}=" for name in SETTINGS if name not in TASK_FIELDS}
     found = set(_training_words(before, typed)) - others
     if before[:1] == [GPT]:
-        found |= {f"{name}=" for name in (*NEEDED, *OPTIONAL)}
+        found |= {f"{name}=" for name in FIELDS}
     given = {f"{word.partition('=')[0]}=" for word in before}
     own = {f"{name}=" for name in OWN_WORDS} - given
     first = (CALIBRATE, GPT, ASK_PREFIX, *_runs(before, typed)) if not before else (ASK_PREFIX,)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, settings_file, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues
 from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_order, check_tokens
@@ -29,6 +29,7 @@ from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.callback import Callback
 from fourfold.words.errors import FourfoldError, PlanError, SettingError
+from fourfold.words.field import Field
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
 
@@ -196,7 +197,7 @@ def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
     try:
         command = settings_file.parse_command(words)
         names = argument_names(command.task)
-        types = None if names is None else dict.fromkeys(names, ValueType(None))
+        types = None if names is None else dict.fromkeys(names, Field())
         in_words, in_file, options = arguments.parse_values(command.values, types), ParsedValues(), {}
         if (file := command.settings_file) is not None:
             in_file = file.parse(None)

@@ -14,7 +14,6 @@ from fourfold.cli.arguments import (
     KEY_VALUE,
     PROGRAM_WORD,
     RULES_WORD,
-    ValueType,
     has_several_values,
     parse_values,
 )
@@ -28,6 +27,7 @@ from fourfold.plan.plan import Plan
 from fourfold.trainer.callbacks.registry import check_shipped
 from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.field import Field
 
 INIT_WORD, TEXT_WORD = "init", "data"
 
@@ -49,7 +49,7 @@ def check_named_files(words: Sequence[str]) -> None:
     in_file = {} if file is None else file.sections[settings_file.RUN] | file.sections[settings_file.TASK]
     # With values of the task's own arguments, whose types are not known here, all problems come at once, later.
     is_complete = own is not None and not {*own} & {*in_file, *command.values}
-    types = dict.fromkeys(own or (), ValueType(None))
+    types = dict.fromkeys(own or (), Field())
     with errors.collect():
         known = {key: text for key, text in command.values.items() if is_complete or key == PROGRAM_WORD}
         Plan.from_dict(parse_values(known, types).plan, where="the command line")

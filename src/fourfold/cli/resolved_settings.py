@@ -19,7 +19,6 @@ from fourfold.cli.arguments import (
     SETTINGS,
     LaunchSettings,
     ParsedValues,
-    ValueType,
 )
 from fourfold.cli.settings_file import TASK_NAME
 from fourfold.plan.decode import format_pair, format_table, format_value
@@ -27,6 +26,7 @@ from fourfold.plan.plan import VERSION, Plan
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import task_file
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings, json_problems
+from fourfold.words.field import Field
 from fourfold.words.run_files import CONFIG_FILE
 from fourfold.words.task import Task
 
@@ -65,7 +65,7 @@ def format_resolved(
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
-def argument_defaults(factory: task_loader.TaskFactory, types: Mapping[str, ValueType]) -> dict[str, Any]:
+def argument_defaults(factory: task_loader.TaskFactory, types: Mapping[str, Field]) -> dict[str, Any]:
     """The default of each keyword argument of the task's function."""
     if isinstance(factory, Task):
         return {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from fourfold.axes.tensor.rules.styles import table_problems
 from fourfold.cli import arguments
-from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, RUN_SETTINGS, ParsedValues, ValueType
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, SETTINGS, ParsedValues
 from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
@@ -21,12 +21,13 @@ from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name, task_file
 from fourfold.words.errors import PlanError, Problem, SettingError, closest_match, place_of_setting
+from fourfold.words.field import Field, value_text
 
 TASK, PLAN, RUN = SECTIONS = ("task", "plan", "run")
 SECTION_NEEDS = {TASK: "an argument of the task", PLAN: "a field of the plan", RUN: "a setting of the run"}
 TASK_NAME = "name"
 MAX_SHOWN_VALUE = 60
-Arguments = Mapping[str, ValueType] | None
+Arguments = Mapping[str, Field] | None
 """The keyword arguments of the task's function; None if the task is unknown."""
 
 
@@ -59,7 +60,7 @@ class SettingsFile:
     def _convert(self, section: str, key: str, value: Any, types: Arguments, parsed: ParsedValues) -> Sequence[Problem]:
         """Put a value where it belongs; returns its problem if it has one."""
         if section == RUN and key in SHIPPED and isinstance(value, dict):
-            options = {f"{key}.{name}": _option_text(each) for name, each in value.items()}
+            options = {f"{key}.{name}": value_text(each) for name, each in value.items()}
             parsed.callback_options.update(options)
             return []
         if section == RUN and key == RULES_WORD and isinstance(value, dict) and key not in (types or {}):
@@ -81,12 +82,12 @@ class SettingsFile:
             return [Problem(f"{_format(key, value)} in [{section}]", *_value_need(key, value, key_type))]
         return []
 
-    def _type_of(self, section: str, key: str, types: Arguments) -> ValueType | None:
+    def _type_of(self, section: str, key: str, types: Arguments) -> Field | None:
         """The valid values of a key; None if it does not belong in this section."""
         if section == TASK:
             return (types or {}).get(key)
         # As on the command line: if the task's function takes `steps` itself, it gets them.
-        return ((types or {}).get(key) or RUN_SETTINGS[key]) if key in RUN_SETTINGS else None
+        return ((types or {}).get(key) or SETTINGS[key]) if key in SETTINGS else None
 
     def _plan_problems(self, parsed: ParsedValues, types: Arguments) -> list[Problem]:
         """The problems of [plan]; its values go into `parsed`."""
@@ -105,11 +106,6 @@ class SettingsFile:
 
 def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
-
-
-def _option_text(value: Any) -> str:
-    """The value of a callback's option, as the command line has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _callback_problem(value: Any) -> Problem | None:
@@ -236,7 +232,7 @@ def _misplaced(section: str, key: str, value: Any, types: Arguments) -> Problem:
     place = _place_of(key, types)
     if place is not None:
         return Problem(got, need, f"move it to [{place}]")
-    own = {TASK: [*(types or {})], PLAN: [*FIELDS], RUN: [*RUN_SETTINGS]}
+    own = {TASK: [*(types or {})], PLAN: [*FIELDS], RUN: [*SETTINGS]}
     every = [name for names in own.values() for name in names]
     if (elsewhere := place_of_setting(key, every)) is not None:
         return Problem(got, need, elsewhere)
@@ -251,15 +247,15 @@ def _place_of(key: str, types: Arguments) -> str | None:
     """The section in which a key belongs."""
     if key in FIELDS:
         return PLAN
-    return RUN if key in RUN_SETTINGS else TASK if key in (types or {}) else None
+    return RUN if key in SETTINGS else TASK if key in (types or {}) else None
 
 
 def _is_none(name: str, value: Any) -> bool:
     """Whether a plan field has the text that stands for no value, as on the command line."""
-    return value == "none" and name in FIELD_RULES and FIELD_RULES[name].optional
+    return value == "none" and name in FIELD_RULES and FIELD_RULES[name].is_optional
 
 
-def _value_need(key: str, value: Any, key_type: ValueType) -> tuple[str, str]:
+def _value_need(key: str, value: Any, key_type: Field) -> tuple[str, str]:
     """What a value must be, and what to try."""
     if isinstance(value, list) and key_type.type is not tuple:
         values = ",".join(map(str, value))

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fourfold.cli.arguments import ValueType, argument_types
+from fourfold.cli.arguments import argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.launcher.traceback_text import format_error
 from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import DataError, FourfoldError, Problem, TaskError, closest_match
+from fourfold.words.field import Field
 from fourfold.words.task import Task
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _check_config(config: str) -> None:
         raise TaskError(Problem(got, "a config file of transformers", f"{HF_PREFIX}{close}" if close else ""))
 
 
-def task_arguments(factory: TaskFactory) -> dict[str, ValueType]:
+def task_arguments(factory: TaskFactory) -> dict[str, Field]:
     """The keyword arguments that a user may give."""
     return {} if isinstance(factory, Task) else argument_types(factory)
 

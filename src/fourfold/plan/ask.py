@@ -14,8 +14,9 @@ from typing import Self
 
 from fourfold.plan.decode import DecodeError, format_pair, from_toml
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, plan_problems, to_builtin
+from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, plan_problems
 from fourfold.words.errors import PlanError, Problem, closest_match
+from fourfold.words.field import to_builtin
 from fourfold.words.mesh import AXES, Mesh
 from fourfold.words.units import Dimension, read_quantity, write_bytes
 
@@ -89,7 +90,7 @@ class Ask:
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the ask") -> Self:
         """The ask with these values. Raises PlanError."""
-        optional = {name for name, rule in FIELD_RULES.items() if rule.optional}
+        optional = {name for name, rule in FIELD_RULES.items() if rule.is_optional}
         try:
             return cls(
                 **{name: None if value == NONE and name in optional else value for name, value in values.items()}

@@ -13,7 +13,7 @@ square root, Krizhevsky 2014 (arXiv 1404.5997), §5; cosine, Loshchilov and Hutt
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import msgspec
 from fourfold.plan.decode import is_too_deep
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.field import declare, declared_settings, to_builtin
 
 # ---- state of a torch scheduler ------------------------------------------------------------------------------------
 
@@ -56,6 +57,47 @@ LRLambda = Callable[[int], float]
 SCALING_RULES: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "linear": lambda k: k, "sqrt": math.sqrt}
 
 
+def _constant(schedule: "LRSchedule", step: int, steps: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: "LRSchedule", step: int, steps: int) -> float:
+    return schedule.floor + (1.0 - schedule.floor) * (1.0 - schedule._progress(step, steps))
+
+
+def _cosine(schedule: "LRSchedule", step: int, steps: int) -> float:
+    return schedule.floor + (1.0 - schedule.floor) * 0.5 * (1.0 + math.cos(math.pi * schedule._progress(step, steps)))
+
+
+def _step(schedule: "LRSchedule", step: int, steps: int) -> float:
+    # Steps count from the first one, warm-up included, as Goyal et al. count their epochs; 1e-9: 2/3 of 90 is 60.
+    return schedule.drop ** sum(step >= milestone * steps - 1e-9 for milestone in schedule.milestones)
+
+
+CURVES: dict[str, Callable[["LRSchedule", int, int], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "step": _step,
+}
+
+
+def _milestone_problems(value: Any, name: str) -> list[Problem]:
+    """Why these are no fractions of the steps."""
+    if _is_increasing(value):
+        return []
+    listed = ", ".join(map(str, value)) if isinstance(value, tuple | list) else f"{value!r}"
+    need = "increasing fractions of the steps, between 0 and 1"
+    return [Problem(f"{name} = {listed}", need, "milestones = (0.5, 0.75)")]
+
+
+def _is_increasing(fractions: Any) -> bool:
+    """Whether these are numbers between 0 and 1 in increasing order."""
+    if not isinstance(fractions, tuple | list) or not all(map(argument_checks.is_real, fractions)):
+        return False
+    return all(0 < each < 1 for each in fractions) and list(fractions) == sorted(set(fractions))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """How the learning rate changes over a run. Every factor multiplies the rate that the optimizer was made with.
@@ -70,18 +112,56 @@ class LRSchedule:
     Raises SettingError with all problems.
     """
 
-    schedule: str | None = None
-    warmup: int = 0
-    scale: str = "none"
-    batch_size: int | None = None
-    milestones: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
-    drop: float = 0.1
-    floor: float = 0.0
+    schedule: str | None = declare(
+        None,
+        choices=tuple(CURVES),
+        help="the curve of the learning rate: " + ", ".join(CURVES),
+        default_text="the task's",
+        word={"is_optional": False},
+    )
+    warmup: int = declare(
+        0, minimum=0, attempt="warmup = 100", help="steps in which the learning rate rises to its full value"
+    )
+    scale: str = declare(
+        "none",
+        choices=tuple(SCALING_RULES),
+        help="how the learning rate grows with the batch size: " + ", ".join(SCALING_RULES),
+    )
+    batch_size: int | None = declare(
+        None,
+        minimum=1,
+        help="the batch size that the learning rate was tuned for",
+        default_text="the task's",
+        word={"is_optional": False},
+    )
+    milestones: tuple[float, ...] = declare(
+        (1 / 3, 2 / 3, 8 / 9),
+        check=_milestone_problems,
+        help="lr_schedule=step: fractions of all steps at which the learning rate drops",
+        default_text="1/3, 2/3, 8/9",
+    )
+    drop: float = declare(
+        0.1,
+        above=0,
+        maximum=1,
+        attempt="drop = 0.1",
+        help="lr_schedule=step: factor of the learning rate at each milestone",
+    )
+    floor: float = declare(
+        0.0,
+        minimum=0,
+        maximum=1,
+        attempt="floor = 0.02",
+        help="lr_schedule=linear, cosine: fraction of the learning rate left at the end",
+    )
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
+        declared = declared_settings(self).items()
+        problems = [problem for name, each in declared for problem in each.problems(name, getattr(self, name))]
         if problems:
             raise SettingError(problems, where="the learning rate schedule")
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, to_builtin(value))
 
     def scaling_factor(self, batch_size: int | None, *, tuned_batch_size: int | None = None) -> float:
         """The factor for a global batch of `batch_size`.
@@ -170,56 +250,3 @@ class LRSchedule:
         """The fields that differ from their defaults."""
         pairs = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: value for field, value in pairs if value != field.default}
-
-
-def _constant(schedule: LRSchedule, step: int, steps: int) -> float:
-    return 1.0
-
-
-def _linear(schedule: LRSchedule, step: int, steps: int) -> float:
-    return schedule.floor + (1.0 - schedule.floor) * (1.0 - schedule._progress(step, steps))
-
-
-def _cosine(schedule: LRSchedule, step: int, steps: int) -> float:
-    return schedule.floor + (1.0 - schedule.floor) * 0.5 * (1.0 + math.cos(math.pi * schedule._progress(step, steps)))
-
-
-def _step(schedule: LRSchedule, step: int, steps: int) -> float:
-    # Steps count from the first one, warm-up included, as Goyal et al. count their epochs; 1e-9: 2/3 of 90 is 60.
-    return schedule.drop ** sum(step >= milestone * steps - 1e-9 for milestone in schedule.milestones)
-
-
-CURVES: dict[str, Callable[[LRSchedule, int, int], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "step": _step,
-}
-
-
-def _problems(schedule: LRSchedule) -> Iterable[Problem]:
-    for name, choices in {"schedule": CURVES, "scale": SCALING_RULES}.items():
-        value = getattr(schedule, name)
-        # A value that is not hashable, such as a list, cannot be looked up.
-        if not (isinstance(value, str) and value in choices) and not (name == "schedule" and value is None):
-            yield Problem(f"{name} = {value!r}", "one of " + ", ".join(choices))
-    if type(schedule.warmup) is not int or schedule.warmup < 0:
-        yield Problem(f"warmup = {schedule.warmup!r}", "a number of steps, 0 or more", "warmup = 100")
-    if schedule.batch_size is not None and (type(schedule.batch_size) is not int or schedule.batch_size < 1):
-        yield Problem(f"batch_size = {schedule.batch_size!r}", "a number of samples, at least 1")
-    fractions = schedule.milestones
-    if not _is_increasing(fractions):
-        listed = ", ".join(map(str, fractions)) if isinstance(fractions, tuple | list) else f"{fractions!r}"
-        need = "increasing fractions of the steps, between 0 and 1"
-        yield Problem(f"milestones = {listed}", need, "milestones = (0.5, 0.75)")
-    if not (argument_checks.is_real(schedule.drop) and 0 < schedule.drop <= 1):
-        yield Problem(f"drop = {schedule.drop!r}", "more than 0, at most 1", "drop = 0.1")
-    if not (argument_checks.is_real(schedule.floor) and 0 <= schedule.floor <= 1):
-        yield Problem(f"floor = {schedule.floor!r}", "0 or more, at most 1", "floor = 0.02")
-
-
-def _is_increasing(fractions: Any) -> bool:
-    """Whether these are numbers between 0 and 1 in increasing order."""
-    if not isinstance(fractions, tuple | list) or not all(map(argument_checks.is_real, fractions)):
-        return False
-    return all(0 < each < 1 for each in fractions) and list(fractions) == sorted(set(fractions))

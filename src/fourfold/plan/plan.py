@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.axes.data.rules.zero import ShardGroups
 from fourfold.axes.pipeline.rules.division import StageSpec
-from fourfold.axes.pipeline.rules.edges import DEFAULT_DENSITY, EdgeSpec
+from fourfold.axes.pipeline.rules.edges import EdgeSpec
 from fourfold.axes.pipeline.rules.in_flight import least_held
 from fourfold.axes.pipeline.rules.schedules import ASYNCHRONOUS, SCHEDULES, compute_actions
 from fourfold.axes.pipeline.rules.spec import ComputeLists, PipelineSpec
@@ -21,9 +21,10 @@ from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.decode import DecodeError, format_pair, from_toml
-from fourfold.plan.plan_fields import FIELDS, plan_problems, to_builtin
+from fourfold.plan.plan_fields import FIELDS, PlanFields, plan_problems
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.words.errors import PlanError, Problem
+from fourfold.words.field import to_builtin
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Verb
 
@@ -70,47 +71,11 @@ def _refuse_unknown_fields(plan_class: AnyClass) -> AnyClass:
 
 @_refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(PlanFields):
     """How a task is laid over pp · dp · cp · tp ranks. All scalars; see `docs/plan.md` for each.
 
     Raises PlanError if a value is illegal or not built yet, or a name is no field.
     """
-
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    dims: str = ""
-    shard: int | None = None
-    zero: int = 0
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    stages: str = "even"
-    interleave: int = 1
-    max_in_flight: int | None = None
-    program: str = ""
-    recompute: str = "none"
-    edge: str = "none"
-    edge_density: float = DEFAULT_DENSITY
-    ring: str = "zigzag"
-    ulysses: int = 1
-    sequence_parallel: bool = False
-    update: str = "after"
-    sync: str = "step"
-    local_steps: int = 10
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
-    codec: str = "none"
-    codec_rank: int = 4
-    codec_density: float = 0.01
-    codec_refresh_steps: int = 100
-    offload: str = "none"
-    precision: str = "keep"
-    reduce_dtype: str = "keep"
-    batch_norm: str = "error"
-    unused: str = "error"
-    bucket_bytes: int = 4 * 2**20
-    transport: str = "auto"
 
     def __post_init__(self) -> None:
         # Not `dataclasses.asdict`, which copies each value: a search makes many thousands of plans.

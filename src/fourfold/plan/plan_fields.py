@@ -1,136 +1,166 @@
-"""Plan fields: what each field of a plan may hold, and every problem of a set of values.
+"""Plan fields: what each field of a plan may hold and means, and every problem of a set of values.
 
-rule       what a field may hold: its type, its choices or its bounds
-supported  the choices that this version can build; None = all of them
 Law: a value that passes `plan_problems` is legal whatever the model and the machine are.
 """
 
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fourfold.axes.context.rules.layout import RINGS, ulysses_problem
 from fourfold.axes.pipeline.rules.division import stages_problems
-from fourfold.axes.pipeline.rules.edges import EDGES
+from fourfold.axes.pipeline.rules.edges import DEFAULT_DENSITY, EDGES
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES
 from fourfold.axes.tensor.rules.dims import dims_problems
 from fourfold.plan.codec import CODECS
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.words.errors import Problem, closest_match
+from fourfold.words.field import PARSERS, Field, declare, declared_fields, to_builtin
 
-BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
+COUNT = {"minimum": 1, "maximum": MAX_RANKS}  # a program has an entry for each, so the number is bounded
 
 
-@dataclass(frozen=True)
-class FieldRule:
-    """What one field may hold. A text without choices is checked by itself: see `plan_problems`.
+@dataclass(frozen=True, kw_only=True)
+class PlanFields:
+    """The fields of a plan. All scalars; a text without choices is checked by itself: see `plan_problems`.
 
-    supported      the choices that this version can build; None = all
-    optional       None is legal too
-    minimum        of an integer; `int_maximum`: its greatest value. A program has an entry per rank and microbatch, so
-                   their numbers are bounded
-    float_maximum  makes the field a real number above 0; `allows_zero`: or 0
+    The help is Markdown, with links that count from docs/plan.md.
     """
 
-    type: type
-    choices: tuple[Any, ...] = ()
-    minimum: int = 1
-    supported: tuple[Any, ...] | None = None
-    optional: bool = False
-    float_maximum: float | None = None
-    allows_zero: bool = False
-    int_maximum: int | None = None
+    pp: int = declare(1, **COUNT, help="[pipeline axis](pipeline-axis.md): splits layers")
+    dp: int = declare(1, **COUNT, help="data axis: splits samples")
+    cp: int = declare(1, **COUNT, help="context axis: splits tokens ([context parallelism](context-axis.md))")
+    tp: int = declare(1, **COUNT, help="[tensor axis](tensor-axis.md): splits weight matrices, heads and vocabulary")
+    dims: str = declare(
+        "",
+        help='which [named dims](tensor-axis.md#named-dims) of the weights `tp` splits, such as `"heads:tp mlp:tp"`; '
+        "none means those that the rules mark. No effect with `tp = 1`",
+    )
+    shard: int | None = declare(
+        None, **COUNT, help="number of data ranks over which `zero` shards, a divisor of `dp` ([below](#sharding))"
+    )
+    zero: int = declare(0, choices=(0, 1, 2, 3), help="the ZeRO stage ([below](#sharding))")
+    microbatches: int = declare(
+        1, **COUNT, help="number of microbatches per step: gradient accumulation ([below](#microbatches))"
+    )
+    schedule: str = declare(
+        "1f1b",
+        choices=tuple(SCHEDULES),
+        help="[order of microbatches](pipeline-axis.md#schedules) in the pipeline; no effect with `pp = 1`",
+    )
+    stages: str = declare(
+        "even",
+        help='[blocks of each stage](pipeline-axis.md#stages): `"3,2,2,1"`, or `"net1; relu net2"`; no effect with '
+        "`pp = 1`",
+    )
+    interleave: int = declare(1, **COUNT, help="number of stages per pipeline rank; no effect with `pp = 1`")
+    max_in_flight: int | None = declare(
+        None,
+        **COUNT,
+        help='with `schedule = "zero-bubble"`: how many microbatches a stage may hold activations of; none means '
+        "`pp`, as in 1F1B",
+    )
+    program: str = declare(
+        "",
+        help='with `schedule = "written"`: the [order of microbatches](pipeline-axis.md#written-programs), a line for '
+        "each pipeline rank; on the command line a file",
+    )
+    recompute: str = declare(
+        "none",
+        choices=("none", "selective", "full"),
+        help="which activations [backward recomputes](pipeline-axis.md#recompute)",
+    )
+    edge: str = declare(
+        "none",
+        choices=EDGES,
+        help="[compression](pipeline-axis.md#compressed-edges) of what stages send each other; needs `pp > 1`",
+    )
+    edge_density: float = declare(
+        DEFAULT_DENSITY, above=0, maximum=1.0, help='with `edge = "dct"`: fraction of each row that is sent'
+    )
+    ring: str = declare(
+        "zigzag",
+        choices=RINGS,
+        help="the variant of [ring attention](context-axis.md#which-variant); no effect with `cp = 1` or `ulysses = "
+        "cp`",
+    )
+    ulysses: int = declare(
+        1,
+        **COUNT,
+        help="number of neighbouring `cp` ranks, a divisor of `cp`, that exchange tokens for heads; the ring then has "
+        "`cp / ulysses` places",
+    )
+    sequence_parallel: bool = declare(
+        False,
+        help="whether each tensor rank computes norms and residual additions for its part of the tokens only "
+        "([sequence parallelism](tensor-axis.md#sequence-parallelism)); needs `tp > 1`",
+    )
+    update: str = declare(
+        "after",
+        choices=("after", "in_backward", "in_forward"),
+        help="when weights are updated ([data axis](data-axis.md#when-buckets-are-updated))",
+    )
+    sync: str = declare(
+        "step",
+        choices=("step", "local", "server"),
+        supported=("step", "local"),
+        help="`step`: reduce gradients in every step; `local`: [local steps](local-steps.md)",
+    )
+    local_steps: int = declare(10, minimum=1, help='with `sync = "local"`: number of steps between two averagings')
+    outer_lr: float = declare(
+        1.0,
+        above=0,
+        maximum=10.0,
+        help='with `sync = "local"`: how far weights move towards the average; 1 is all the way',
+    )
+    outer_momentum: float = declare(
+        0.0, minimum=0, maximum=0.999, help='with `sync = "local"`: Nesterov momentum of these outer steps'
+    )
+    codec: str = declare("none", choices=("none", *CODECS), help="gradient compression ([codecs](codecs.md))")
+    codec_rank: int = declare(4, minimum=1, help="number of columns in the factors of `powersgd`")
+    codec_density: float = declare(0.01, above=0, maximum=1.0, help="fraction of elements that `topk` and `dct` send")
+    codec_refresh_steps: int = declare(
+        100, minimum=1, help="number of reductions of a bucket for which `dct` keeps its threshold"
+    )
+    offload: str = declare(
+        "none",
+        choices=("none", "states"),
+        help="what is stored in host memory ([precision](precision.md#states-in-host-memory))",
+    )
+    precision: str = declare(
+        "keep",
+        choices=("keep", *COMPUTE_FORMATS),
+        help="dtype of forward and backward; `keep` is that of the model ([precision](precision.md))",
+    )
+    reduce_dtype: str = declare(
+        "keep",
+        choices=("keep", *REDUCE_FORMATS),
+        help="dtype in which gradients are summed; `keep` is that of the weights",
+    )
+    batch_norm: str = declare(
+        "error",
+        choices=("error", "local", "sync"),
+        help="batch norm when a batch is split ([below](#batch-norm-and-unused-parameters))",
+    )
+    unused: str = declare(
+        "error",
+        choices=("error", "allow"),
+        help="trainable parameters without a gradient ([below](#batch-norm-and-unused-parameters))",
+    )
+    bucket_bytes: int = declare(
+        4 * 2**20, minimum=1, help="maximum size of a bucket of gradients ([below](#buckets-and-transport))"
+    )
+    transport: str = declare(
+        "auto",
+        choices=("auto", "shared", "gloo", "nccl"),
+        help="how ranks communicate ([below](#buckets-and-transport))",
+    )
 
-    def requirement(self) -> str:
-        """What an error says is needed."""
-        if self.type is bool:
-            return "true or false"
-        if self.choices:
-            return "one of " + ", ".join(map(str, self.choices))
-        if self.type is str:
-            return "a text"
-        if self.float_maximum is not None:
-            return f"a number {'of at least' if self.allows_zero else 'above'} 0, at most {self.float_maximum}"
-        if self.int_maximum is not None:
-            return f"a whole number from {self.minimum} to {self.int_maximum}" + (
-                ", or nothing" if self.optional else ""
-            )
-        return f"a whole number of at least {self.minimum}" + (", or nothing" if self.optional else "")
 
-    @property
-    def is_text(self) -> bool:
-        """Whether it holds any text, in which commas are nothing special, such as `stages = "4,1,4,3"`."""
-        return self.type is str and not self.choices
-
-    def accepts(self, value: object) -> bool:
-        """Whether the field may hold this value, in this version or a later one."""
-        if value is None:
-            return self.optional
-        # An integer is a legal float: in TOML a whole number has no decimal point.
-        if type(value) is not self.type and not (self.type is float and type(value) is int):
-            return False
-        if self.type is bool:
-            return True
-        if self.float_maximum is not None:
-            return (value > 0.0 or (self.allows_zero and value == 0.0)) and value <= self.float_maximum  # type: ignore[operator]
-        if self.choices or self.type is str:
-            return not self.choices or value in self.choices
-        return value >= self.minimum and (self.int_maximum is None or value <= self.int_maximum)  # type: ignore[operator]
-
-
-FIELD_RULES = {
-    "pp": FieldRule(int, int_maximum=MAX_RANKS),
-    "dp": FieldRule(int, int_maximum=MAX_RANKS),
-    "cp": FieldRule(int, int_maximum=MAX_RANKS),
-    "tp": FieldRule(int, int_maximum=MAX_RANKS),
-    "dims": FieldRule(str),
-    "shard": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
-    "zero": FieldRule(int, choices=(0, 1, 2, 3)),
-    "microbatches": FieldRule(int, int_maximum=MAX_RANKS),
-    "schedule": FieldRule(str, choices=tuple(SCHEDULES)),
-    "stages": FieldRule(str),
-    "interleave": FieldRule(int, int_maximum=MAX_RANKS),
-    "max_in_flight": FieldRule(int, optional=True, int_maximum=MAX_RANKS),
-    "program": FieldRule(str),
-    "recompute": FieldRule(str, choices=("none", "selective", "full")),
-    "edge": FieldRule(str, choices=EDGES),
-    "edge_density": FieldRule(float, float_maximum=1.0),
-    "ring": FieldRule(str, choices=RINGS),
-    "ulysses": FieldRule(int, int_maximum=MAX_RANKS),
-    "sequence_parallel": FieldRule(bool),
-    "update": FieldRule(str, choices=("after", "in_backward", "in_forward")),
-    "sync": FieldRule(str, choices=("step", "local", "server"), supported=("step", "local")),
-    "local_steps": FieldRule(int),
-    "outer_lr": FieldRule(float, float_maximum=10.0),
-    "outer_momentum": FieldRule(float, float_maximum=0.999, allows_zero=True),
-    "codec": FieldRule(str, choices=("none", *CODECS)),
-    "codec_rank": FieldRule(int),
-    "codec_density": FieldRule(float, float_maximum=1.0),
-    "codec_refresh_steps": FieldRule(int),
-    "offload": FieldRule(str, choices=("none", "states")),
-    "precision": FieldRule(str, choices=("keep", *COMPUTE_FORMATS)),
-    "reduce_dtype": FieldRule(str, choices=("keep", *REDUCE_FORMATS)),
-    "batch_norm": FieldRule(str, choices=("error", "local", "sync")),
-    "unused": FieldRule(str, choices=("error", "allow")),
-    "bucket_bytes": FieldRule(int, minimum=1),
-    "transport": FieldRule(str, choices=("auto", "shared", "gloo", "nccl")),
-}
+FIELD_RULES: dict[str, Field] = declared_fields(PlanFields)
 FIELDS = tuple(FIELD_RULES)
-BUILTINS = (int, str, float, bool, type(None))
-
-
-def to_builtin(value: object) -> object:
-    """A field's value as a builtin type: NumPy numbers and strings are converted."""
-    if type(value) in BUILTINS:
-        return value  # most values; asking an abstract class takes a microsecond
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
-        return float(value)
-    return str.__str__(value) if isinstance(value, str) else value
 
 
 def plan_problems(values: Mapping[str, object]) -> list[Problem]:
@@ -187,20 +217,11 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def parse_value(name: str, text: str) -> object:
-    """The value of a plan field given as `key=value` on a command line; what is no number stays a string."""
+    """The value of a plan field given as `key=value` on a command line; what is no value stays a text."""
     rule = FIELD_RULES[name]
-    if rule.optional and text == "none":
+    if rule.is_optional and text == "none":
         return None
-    if rule.type is bool:
-        return BOOL_WORDS.get(text.lower(), text)
-    if rule.type is not str:
-        try:
-            return rule.type(text)
-        except ValueError:
-            return text
-    return text
-
-
-def field_text(value: object) -> str:
-    """A value as a word of a command line has it: what `parse_value` reads."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    try:
+        return PARSERS.get(rule.type, str)(text)
+    except (ValueError, OverflowError):
+        return text

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import field_text
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Change, Decision, Refused
 from fourfold.planner.search.reasons import reason
+from fourfold.words.field import value_text
 from fourfold.words.text_table import table_lines
 from fourfold.words.units import (
     BINARY_PREFIXES,
@@ -45,7 +45,7 @@ def plan_words(plan: Plan) -> str:
 
 
 def _word(value: object) -> str:
-    text = field_text(value)
+    text = value_text(value)
     return f"'{text}'" if " " in text or "\n" in text else text
 
 
@@ -159,7 +159,7 @@ def _format_change(change: Change) -> str:
         factor, unit = next((pair for pair in BINARY_PREFIXES if change.value >= pair[0]), (1, "B"))
         return f"memory={math.ceil(10 * change.value / factor - ROUNDING) / 10:g}{unit}"  # not less than is needed
     then = "" if change.prediction is None else f" ({format_bytes(change.prediction.memory.total)})"
-    return f"{change.field}={field_text(change.value)}{then}"
+    return f"{change.field}={value_text(change.value)}{then}"
 
 
 def used_terms(predictions: Sequence[Prediction]) -> list[str]:

@@ -19,8 +19,9 @@ from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bo
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.trainer.settings import Settings, declared_settings
+from fourfold.trainer.settings import Settings
 from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.field import declared_settings
 from fourfold.words.run_files import LOG_FILE, PLAN_FILE, SETTINGS_FILE
 
 Identity = Mapping[str, Any]

@@ -10,8 +10,9 @@ from fourfold.feed.data_input import DataInput
 from fourfold.orders.sample_order import num_batches
 from fourfold.plan.plan import Plan
 from fourfold.trainer.lr_factors import lr_factors
-from fourfold.trainer.settings import Settings, setting
+from fourfold.trainer.settings import Settings
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.field import declare
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task
 
 
@@ -20,8 +21,8 @@ class RunSettings(Settings):
     """Settings whose steps and batch size are known, as the data of the run gives them."""
 
     if TYPE_CHECKING:
-        steps: int = setting(type=int, help="")
-        batch_size: int = setting(type=int, help="")
+        steps: int = declare()
+        batch_size: int = declare()
 
 
 def with_sizes(settings: Settings, task: Task, data: DataInput) -> RunSettings:

@@ -9,89 +9,26 @@ tables of `fourfold train --help` and docs/runs.md, the identity. A new setting 
 """
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import msgspec
 
 from fourfold.orders.order_names import ORDERS
 from fourfold.plan.intervals import DRIFT_CHECK
-from fourfold.plan.lr_schedule import CURVES, SCALING_RULES, LRSchedule
+from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
+from fourfold.words.field import declare, declared_settings, to_builtin
 from fourfold.words.measures import MODES
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
 
-# ---- how a setting is declared ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a setting means, and which values it may have.
-
-    type         int, float, str, bool, tuple (of numbers), os.PathLike, Mapping, or the class of an object
-    check        (value, name) -> problems, where the type and the bounds do not say it all
-    attempt      what an error suggests
-    default_text  the default as tables show it; "": the field's own
-    in_identity  "if given": unless it is the default
-    word         fields that differ on the command line; None: no word of the command line
-    """
-
-    help: str
-    type: Any
-    is_optional: bool = False
-    minimum: int | None = None
-    above: float | None = None
-    maximum: int | None = None
-    choices: tuple[str, ...] = ()
-    check: Callable[[Any, str], list[Problem]] | None = None
-    attempt: str = ""
-    default_text: str = ""
-    in_identity: Literal["never", "always", "if given"] = "never"
-    word: Mapping[str, Any] | None = field(default_factory=dict)
-
-    def problems(self, name: str, value: Any) -> list[Problem]:
-        """The problem with a value given in Python, if there is one."""
-        if value is None and self.is_optional:
-            return []
-        if self.check is not None:
-            return self.check(value, name)
-        optional, attempt = self.is_optional, self.attempt
-        checks: dict[Any, Callable[..., list[Problem]]] = {
-            int: functools.partial(argument_checks.int_problems, minimum=self.minimum or 0, attempt=attempt),
-            float: functools.partial(argument_checks.positive_problems, attempt=attempt),
-            str: argument_checks.str_problems,
-            os.PathLike: functools.partial(argument_checks.str_problems, path=True),
-            Mapping: argument_checks.mapping_problems,
-        }
-        of_class = functools.partial(argument_checks.instance_problems, kind=self.type, attempt=attempt)
-        return checks.get(self.type, of_class)(name, value, optional=optional)
-
-
-def setting(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
-    """A dataclass field that is a setting; `declared` are fields of `Setting`. Without a default it must be given."""
-    return field(default=default, metadata={"setting": Setting(**declared)})
-
-
-def declared_settings(settings: Any) -> dict[str, Setting]:
-    """The settings that a dataclass declares, or the class of an instance, by name."""
-    return {each.name: each.metadata["setting"] for each in dataclasses.fields(settings)}
-
-
 # ---- checks of values with rules of their own ------------------------------------------------------------------------
-
-
-def _ema_problems(value: Any, name: str) -> list[Problem]:
-    """Why a value is no decay of an average."""
-    if argument_checks.is_real(value) and 0 < value < 1:
-        return []
-    return [Problem(f"{name} = {value!r}", "more than 0, less than 1", "ema=0.999")]
 
 
 def json_problems(value: Any, name: str) -> list[Problem]:
@@ -105,27 +42,13 @@ def json_problems(value: Any, name: str) -> list[Problem]:
     return problems
 
 
-def _mode_problems(value: Any, name: str) -> list[Problem]:
-    """Why a value is no way to choose the best."""
-    return (
-        [] if value in MODES else [Problem(argument_checks.format_argument(name, value), "min or max", f"{name}=max")]
-    )
-
-
-def _order_problems(value: Any, name: str) -> list[Problem]:
-    """Why a value is no order of samples. Whether the data can have it is known when the data is open."""
-    if value is None or value in ORDERS:
-        return []
-    return [Problem(argument_checks.format_argument(name, value), " or ".join(ORDERS), f"{name}=windowed window=4")]
-
-
-def _name_problems(name: str, value: Any, known: Collection[str], lr_words: Collection[str]) -> list[Problem]:
-    """Why a keyword of `train` is none. `lr_words`: what the command line calls lr_WORD, and Python `rates`."""
+def _name_problems(name: str, value: Any, known: Collection[str]) -> list[Problem]:
+    """Why a keyword of `train` is none. What the command line calls lr_WORD are fields of `rates` in Python."""
     if name in known:
         return []
     field = name.removeprefix("lr_")
     attempt = place_of_setting(name, known) or closest_match(name, known)
-    if field != name and field in lr_words:
+    if field != name and field in declared_settings(LRSchedule):
         attempt = f"rates=ff.LRSchedule({field}=…)"
     return [Problem(argument_checks.format_argument(name, value), "a keyword of ff.train", attempt or "help(ff.train)")]
 
@@ -142,177 +65,142 @@ LR_PREFIX = "lr_"  # lr_warmup is the word of LRSchedule.warmup
 class Settings:
     """What a run needs besides the task and the plan."""
 
-    steps: int | None = setting(
-        type=int,
+    steps: int | None = declare(
         minimum=0,
-        is_optional=True,
         help="optimizer steps",
         default_text="the task's",
         in_identity="always",
         word={"minimum": 1},
     )
-    epochs: int | None = setting(
+    epochs: int | None = declare(
         None,
-        type=int,
         minimum=1,
-        is_optional=True,
         help="passes over the training data, in place of steps",
         default_text="the task's",
         in_identity="if given",
     )
-    batch_size: int | None = setting(
-        type=int,
+    batch_size: int | None = declare(
         minimum=1,
-        is_optional=True,
         help="samples in a global batch",
         default_text="the task's, or its DataLoader's",
         in_identity="always",
     )
-    drop_last: bool | None = setting(
+    drop_last: bool | None = declare(
         None,
-        type=bool,
-        is_optional=True,
         attempt="drop_last=True",
         help="leave out the samples of an epoch that do not fill a batch",
         default_text="the DataLoader's, or false",
         in_identity="if given",
     )
-    order: str | None = setting(
+    order: str | None = declare(
         None,
-        type=str,
-        is_optional=True,
         choices=ORDERS,
-        check=_order_problems,
+        attempt="order=windowed window=4",
         help="how samples are shuffled: " + ", ".join(ORDERS),
         default_text="global, or a mixture's own",
         in_identity="if given",
     )
-    window: int | None = setting(
+    window: int | None = declare(
         None,
-        type=int,
         minimum=1,
-        is_optional=True,
         help="order=windowed: how many files' samples are shuffled together",
         default_text="none",
         in_identity="if given",
     )
-    bad_samples: int = setting(
-        0, type=int, minimum=0, help="damaged samples that may be left out; one more ends the run"
-    )
-    clip: float | None = setting(
-        type=float,
-        is_optional=True,
+    bad_samples: int = declare(0, minimum=0, help="damaged samples that may be left out; one more ends the run")
+    clip: float | None = declare(
         above=0,
         attempt="clip=1.0",
         help="maximum gradient norm; none: no clipping",
         default_text="the task's",
         in_identity="always",
     )
-    seed: int = setting(
+    seed: int = declare(
         0,
-        type=int,
         check=argument_checks.seed_problems,
         help="random seed for initial weights, sample order and dropout",
         in_identity="always",
         word={"minimum": 0, "maximum": MAX_SEED},
     )
-    evaluate_every: int | None = setting(
+    evaluate_every: int | None = declare(
         None,
-        type=int,
         minimum=0,
-        is_optional=True,
         help="steps between evaluations; each new best validation saves a checkpoint",
         default_text="at the end only",
         word={"minimum": 1},
     )
-    trace_every: int = setting(
+    trace_every: int = declare(
         TRACE_EVERY,
-        type=int,
         minimum=0,
         help="steps between the steps recorded in trace.json, in addition to steps 3 and 4; 0: none",
     )
-    name: str | None = setting(
+    name: str | None = declare(
         None,
-        type=str,
-        is_optional=True,
         help="the run's name",
         default_text="the task and a hash",
         word={"is_optional": False},  # `none` is a name; a run that shall have none is given none
     )
-    folder: str = setting(RUNS_DIR, type=os.PathLike, help="where the run's folder is", word=None)
-    run_prefix: str = setting("run", type=str, help="what the name of an unnamed run begins with", word=None)
-    task_name: str | None = setting(
-        None, type=str, is_optional=True, help="the task in the identity; None: run_prefix", word=None
+    folder: str = declare(RUNS_DIR, type=os.PathLike, help="where the run's folder is", word=None)
+    run_prefix: str = declare("run", help="what the name of an unnamed run begins with", word=None)
+    task_name: str | None = declare(None, help="the task in the identity; None: run_prefix", word=None)
+    extra_settings: Mapping[str, Any] | None = declare(
+        None, check=json_problems, help="the task's, for the identity", word=None
     )
-    extra_settings: Mapping[str, Any] | None = setting(
-        None, type=Mapping, is_optional=True, check=json_problems, help="the task's, for the identity", word=None
-    )
-    config_text: str | None = setting(
-        None, type=str, is_optional=True, help="the text of config.toml in the run's folder", word=None
-    )
-    argument_defaults: Mapping[str, Any] | None = setting(
+    config_text: str | None = declare(None, help="the text of config.toml in the run's folder", word=None)
+    argument_defaults: Mapping[str, Any] | None = declare(
         None,
-        type=Mapping,
-        is_optional=True,
         check=json_problems,
         help="the arguments of the task's function that are not given, for the report",
         word=None,
     )
-    checkpoint_every: int = setting(
-        100, type=int, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
+    checkpoint_every: int = declare(
+        100, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
-    disk_seconds: int = setting(
-        600, type=int, minimum=0, help="how long a finished run waits for room on the disk for its last checkpoint"
+    disk_seconds: int = declare(
+        600, minimum=0, help="how long a finished run waits for room on the disk for its last checkpoint"
     )
-    keep: int = setting(2, type=int, minimum=1, help="how many of the newest checkpoints are kept")
-    keep_best: int = setting(1, type=int, minimum=0, help="how many of the best checkpoints are kept in addition")
-    best_metric: str = setting("loss", type=str, help="the validation metric that chooses the best checkpoint")
-    best_mode: str = setting(
+    keep: int = declare(2, minimum=1, help="how many of the newest checkpoints are kept")
+    keep_best: int = declare(1, minimum=0, help="how many of the best checkpoints are kept in addition")
+    best_metric: str = declare("loss", help="the validation metric that chooses the best checkpoint")
+    best_mode: str = declare(
         "min",
-        type=str,
         choices=MODES,
-        check=_mode_problems,
+        attempt="best_mode=max",
         help="whether the lowest or the highest value is the best: min, max",
     )
-    ema: float | None = setting(
+    ema: float | None = declare(
         None,
-        type=float,
-        is_optional=True,
         above=0,
-        check=_ema_problems,
+        below=1,
+        attempt="ema=0.999",
         help="decay of the EMA of the weights",
         default_text="no average",
         in_identity="if given",
     )
-    init: str | None = setting(
+    init: str | None = declare(
         None,
         type=os.PathLike,
-        is_optional=True,
         help="initial weights: a safetensors file, or a folder of them",
         default_text="random",
         in_identity="if given",
     )
-    skip_nan: int = setting(
-        0, type=int, minimum=0, help="steps in a row that may be skipped because the loss or gradient is not finite"
+    skip_nan: int = declare(
+        0, minimum=0, help="steps in a row that may be skipped because the loss or gradient is not finite"
     )
-    drift_check: int = setting(
-        DRIFT_CHECK, type=int, minimum=0, help="steps between checks that ranks hold the same weights; 0: never"
+    drift_check: int = declare(
+        DRIFT_CHECK, minimum=0, help="steps between checks that ranks hold the same weights; 0: never"
     )
-    peer_timeout: float | None = setting(
+    peer_timeout: float | None = declare(
         120.0,
-        type=float,
-        is_optional=True,
         above=0,
         help="seconds of silence between two hosts after which the run ends; none: never",
     )
-    rates: LRSchedule | None = setting(  # noqa: RUF009 (a field, as the others)
+    rates: LRSchedule | None = declare(  # noqa: RUF009 (a field, as the others)
         None,
-        type=LRSchedule,
-        is_optional=True,
         attempt='ff.LRSchedule(schedule="cosine")',
         help="scaling, warm-up and schedule of the learning rate",
         in_identity="if given",
-        word=None,  # its fields are: LR_SETTINGS
+        word=None,  # its fields are
     )
 
 
@@ -351,39 +239,10 @@ class TrainOptions(TypedDict, total=False):
     rates: LRSchedule | None
 
 
-# Words of the command line for the fields of `LRSchedule`, which checks their values.
-LR_SETTINGS = {
-    "schedule": Setting(
-        type=str,
-        choices=tuple(CURVES),
-        help="the curve of the learning rate: " + ", ".join(CURVES),
-        default_text="the task's",
-    ),
-    "warmup": Setting(type=int, minimum=0, help="steps in which the learning rate rises to its full value"),
-    "scale": Setting(
-        type=str,
-        choices=tuple(SCALING_RULES),
-        help="how the learning rate grows with the batch size: " + ", ".join(SCALING_RULES),
-    ),
-    "batch_size": Setting(
-        type=int, minimum=1, help="the batch size that the learning rate was tuned for", default_text="the task's"
-    ),
-    "milestones": Setting(
-        type=tuple,
-        help="lr_schedule=step: fractions of all steps at which the learning rate drops",
-        default_text="1/3, 2/3, 8/9",
-    ),
-    "drop": Setting(type=float, above=0, help="lr_schedule=step: factor of the learning rate at each milestone"),
-    "floor": Setting(
-        type=float, minimum=0, help="lr_schedule=linear, cosine: fraction of the learning rate left at the end"
-    ),
-}
-
-
 def check_setting_names(given: Mapping[str, Any]) -> None:
     """Raise SettingError for every further keyword of `train` that is no setting."""
     known = [*declared_settings(Settings), "plan", "callbacks", "quiet", "report"]
-    problems = [each for name, value in given.items() for each in _name_problems(name, value, known, LR_SETTINGS)]
+    problems = [each for name, value in given.items() for each in _name_problems(name, value, known)]
     if problems:
         raise SettingError(problems, where="the arguments of ff.train")
 
@@ -405,7 +264,8 @@ def make_settings(task: Task, **given: Any) -> Settings:
     problems = setting_problems(settings) + length_problems(given.get("steps"), given.get("epochs"))
     if problems:
         raise SettingError(problems, where="the settings")
-    settings = _to_builtin_types(settings)
+    # NumPy's numbers and paths become Python's own, which JSON can hold.
+    settings = dataclasses.replace(settings, **{name: to_builtin(value) for name, value in vars(settings).items()})
     check_tuned_size(task, settings.rates)
     if settings.steps is not None and settings.batch_size is not None:
         lr_factors(task, steps=settings.steps, batch_size=settings.batch_size, rates=settings.rates)
@@ -426,15 +286,3 @@ def setting_problems(settings: Settings) -> list[Problem]:
         for name, each in declared_settings(settings).items()
         for problem in each.problems(name, getattr(settings, name))
     ]
-
-
-def _to_builtin_types(settings: Settings) -> Settings:
-    """NumPy's numbers and paths become Python's own, which JSON can hold."""
-    converters: dict[Any, Callable[[Any], Any]] = {int: int, float: float, os.PathLike: os.fspath}
-    changed = {}
-    for name, each in declared_settings(settings).items():
-        value = getattr(settings, name)
-        # Python's own stay as they are: 1 and 1.0 are different texts in the identity of a run.
-        if each.type in converters and type(value) not in (int, float, str, type(None)):
-            changed[name] = converters[each.type](value)
-    return dataclasses.replace(settings, **changed)

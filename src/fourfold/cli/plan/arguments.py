@@ -6,8 +6,8 @@ Law: an unknown word or a wrong value is an error that names the closest one, be
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,78 +16,31 @@ from fourfold.cli.arguments import KEY_VALUE
 from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.units import Dimension, read_quantity
+from fourfold.words.field import Field
+from fourfold.words.units import Dimension
 
 WHERE = "fourfold plan"
 GPT = "gpt"
 BATCH = "batch_size"
-MAX_BATCH = 2**20  # samples in a step
+BATCH_SIZE = Field(type=int, minimum=1, maximum=2**20)
 CALIBRATE = "calibrate"
 DEFAULT_OUT, NO_FILE = "plan.toml", "none"
-MAX_CONFIRMED = 8
 
 
-def _quantity(name: str, dimension: Dimension) -> Callable[[str], float]:
-    """Reads a number with its unit. The function raises SettingError with what is wrong."""
-
-    def read(text: str) -> float:
-        value = read_quantity(name, text, dimension)
-        if isinstance(value, Problem):
-            raise SettingError(value)
-        return value
-
-    return read
-
-
-def _parse_count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def read_size(text: str, largest: int) -> int | None:
-    """The whole number from 1 to `largest` in a text; None: there is none."""
-    is_number = text.isdecimal() and len(text) <= len(str(largest))
-    return int(text) if is_number and 1 <= int(text) <= largest else None
-
-
-def size_need(largest: int) -> str:
-    """What `read_size` reads."""
-    return f"a whole number of at least 1 and at most {largest:,}"
-
-
-def _parse_confirm(text: str) -> int:
-    value = _parse_count(text)
-    if value > MAX_CONFIRMED:
-        raise ValueError(text)
-    return value
-
-
-def _parse_seconds(text: str) -> float:
-    value = math.inf if text == NO_FILE else float(text)
-    if not value > 0:
-        raise ValueError(text)
-    return value
-
-
-def _parse_bool(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-# Word -> how its text is read, what is needed, and whether it may be a list.
-OWN_WORDS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
-    "devices": (_parse_count, "a whole number of at least 1", True),
-    "memory": (_quantity("memory", Dimension.BYTES), "the bytes of a device", True),
-    "network": (_quantity("network", Dimension.BYTES_PER_SECOND), "what a rank sends to other hosts", True),
-    "cluster": (str, "a cluster that comes with Fourfold, or a TOML file", False),
-    "html": (Path, "a file for the page", False),
-    "out": (Path, "a file for the plan, or none", False),
-    "overwrite": (_parse_bool, "true or false", False),
-    "force": (_parse_bool, "true or false", False),
-    "search_seconds": (_parse_seconds, "seconds, or none for as long as it takes", False),
-    "confirm": (_parse_confirm, f"how many plans to run here, from 1 to {MAX_CONFIRMED}", False),
+OWN_WORDS = {
+    "devices": Field(type=int, minimum=1),
+    "memory": Field(dimension=Dimension.BYTES),
+    "network": Field(dimension=Dimension.BYTES_PER_SECOND),
+    "cluster": Field(type=str),
+    "html": Field(type=os.PathLike),
+    "out": Field(type=os.PathLike),
+    "overwrite": Field(type=bool),
+    "force": Field(type=bool),
+    "search_seconds": Field(type=float, above=0, is_optional=True),
+    "confirm": Field(type=int, minimum=1, maximum=8),
 }
+LIST_WORDS = ("devices", "memory", "network")
+"""The words that may have several values."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +85,8 @@ class PlanArguments:
     @property
     def out(self) -> Path | None:
         """Where the plan goes; None: nowhere."""
-        out = self.own.get("out", Path(DEFAULT_OUT))
-        return None if str(out) == NO_FILE else out
+        out = self.own.get("out", DEFAULT_OUT)
+        return None if out == NO_FILE else Path(out)
 
 
 def parse_plan_words(words: Sequence[str]) -> PlanArguments:
@@ -161,18 +114,15 @@ def parse_plan_words(words: Sequence[str]) -> PlanArguments:
 
 def _parse_own(key: str, text: str, own: dict[str, Any]) -> list[Problem]:
     """Read the value of an own word into `own`; returns what is wrong with it."""
-    parse, need, is_list = OWN_WORDS[key]
+    is_list, own[key] = key in LIST_WORDS, None
     texts = text.split(",") if is_list else [text]
-    own[key] = None
-    need += ", or several with commas" if is_list else ""
     if not all(texts):
+        need = OWN_WORDS[key].requirement() + (", or several with commas" if is_list else "")
         return [Problem(f"{key} = {text or '(nothing)'}", need)]
     try:
-        values = [parse(each) for each in texts]
+        values = [OWN_WORDS[key].read(key, each) for each in texts]
     except SettingError as error:
         return list(error.problems)
-    except (ValueError, KeyError, OverflowError):
-        return [Problem(f"{key} = {text}", need)]
     if len(set(values)) < len(values):
         return [Problem(f"{key} = {text}", "each value once")]
     own[key] = values if is_list else values[0]

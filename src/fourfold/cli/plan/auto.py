@@ -17,11 +17,12 @@ from fourfold.cli.plan.question import Question, Questions, pinned_fields
 from fourfold.cli.plan.word import PLAN_AUTO, training_words
 from fourfold.environment.world import World
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS, field_text
+from fourfold.plan.plan_fields import FIELDS
 from fourfold.planner.plan_text import best_baseline, fewer_devices, plan_words
 from fourfold.planner.search.decision import Decision
 from fourfold.planner.search.reasons import reason
 from fourfold.words.errors import Problem, SettingError
+from fourfold.words.field import value_text
 from fourfold.words.run_files import PLAN_FILE
 from fourfold.words.units import format_bytes, format_step_seconds
 
@@ -67,7 +68,7 @@ def _missing_words(plan: Plan, pinned: Mapping[str, object]) -> list[str]:
     defaults = {each.name: each.default for each in dataclasses.fields(Plan)}
     values = {name: getattr(plan, name) for name in FIELDS if name not in pinned}
     given = {name: value for name, value in values.items() if name == "dp" or value != defaults[name]}
-    return [f"{name}={field_text(value)}" for name, value in given.items()]
+    return [f"{name}={value_text(value)}" for name, value in given.items()]
 
 
 def format_decided(decision: Decision, question: Question) -> list[str]:

@@ -86,7 +86,7 @@ def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
 def _check_folders(arguments: PlanArguments) -> None:
     """Raise SettingError where a file that is named has no folder that it can be written into."""
     need = "a folder that exists and can be written to"
-    named = {name: arguments.own[name] for name in ("out", "html") if name in arguments.own}
+    named = {name: Path(arguments.own[name]) for name in ("out", "html") if name in arguments.own}
     problems = [
         Problem(f"{name} = {path}", need, f"mkdir -p {path.parent}")
         for name, path in named.items()
@@ -130,7 +130,7 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_pages import render_decision
 
-        write_file(page, render_decision(decision, workload))
+        write_file(Path(page), render_decision(decision, workload))
         lines.append(f"page   {page}")
     if lines:
         print_text("\n" + "\n".join(lines))
@@ -172,7 +172,7 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_pages import render_curves
 
-        write_file(page, render_curves(curves, title="What if", under=head))
+        write_file(Path(page), render_curves(curves, title="What if", under=head))
         print_text(f"\npage   {page}")
     return 0
 

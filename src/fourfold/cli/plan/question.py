@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.cli import job, settings_file, task_loader
 from fourfold.cli.arguments import parse_args, parse_values
-from fourfold.cli.plan.arguments import BATCH, GPT, MAX_BATCH, WHERE, PlanArguments, read_size, size_need
+from fourfold.cli.plan.arguments import BATCH, BATCH_SIZE, GPT, WHERE, PlanArguments
 from fourfold.cli.plan.gpt import gpt_source
 from fourfold.cli.plan.machine import Machine, calibration_words, described_machine, this_machine
 from fourfold.cli.strategy import STRATEGY_WORDS
@@ -174,6 +174,7 @@ class Questions:
         batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
         source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
         seconds = arguments.value("search_seconds", SEARCH_SECONDS)
+        seconds = math.inf if seconds is None else seconds
         return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress, seconds)
 
     def _task(self, arguments: PlanArguments) -> TaskSource:
@@ -220,10 +221,7 @@ def _size_of(ask: Ask) -> int | None:
 
 def parse_batch(word: str) -> int:
     """The batch in `batch_size=…`. Raises SettingError."""
-    text = word.partition("=")[2]
-    if (size := read_size(text, MAX_BATCH)) is None:
-        raise SettingError(Problem(f"{BATCH} = {text or '(nothing)'}", size_need(MAX_BATCH)), where=WHERE)
-    return size
+    return BATCH_SIZE.read(BATCH, word.partition("=")[2], where=WHERE)
 
 
 def trained_task(words: Sequence[str]) -> TaskSource:

@@ -37,7 +37,7 @@ class PlannedRun:
         config = str(self.folder / CONFIG_FILE)
         others = tuple(word for word in given.others if word != given.name)
         devices = {} if "devices" in given.own else {"devices": [self.plan.mesh.size]}
-        out = {} if "out" in given.own else {"out": Path(NO_FILE)}
+        out = {} if "out" in given.own else {"out": NO_FILE}
         return dataclasses.replace(
             given, own={**given.own, **devices, **out}, others=(config, *others), kept=self.pinned
         )

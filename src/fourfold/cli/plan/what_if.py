@@ -9,19 +9,20 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fourfold.cli import settings_file, task_loader
-from fourfold.cli.arguments import KEY_VALUE, ValueType, has_several_values
-from fourfold.cli.plan.arguments import BATCH, GPT, OWN_WORDS, WHERE, PlanArguments
-from fourfold.cli.plan.gpt import LARGEST
+from fourfold.cli.arguments import KEY_VALUE, has_several_values
+from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
+from fourfold.cli.plan.gpt import FIELDS
 from fourfold.cli.plan.question import Questions
 from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.field import Field
 
 MAX_POINTS = 64
 
 
 def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
     """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
-    found = {key: text.split(",") for key, text in texts.items() if OWN_WORDS[key][2] and "," in text}
+    found = {key: text.split(",") for key, text in texts.items() if key in LIST_WORDS and "," in text}
     with_commas = [match for word in arguments.others if (match := KEY_VALUE.fullmatch(word)) and "," in match["value"]]
     types = _value_types(arguments) if with_commas else {}
     for match in with_commas:
@@ -42,10 +43,10 @@ def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list
     return found
 
 
-def _value_types(arguments: PlanArguments) -> dict[str, ValueType]:
+def _value_types(arguments: PlanArguments) -> dict[str, Field]:
     """Of the arguments of the task or of the formula. Raises FourfoldError."""
     if arguments.name == GPT:
-        return dict.fromkeys(LARGEST, ValueType(int))
+        return FIELDS
     return task_loader.task_arguments(task_loader.find_task(settings_file.parse_command(arguments.others).task))
 
 
@@ -113,5 +114,5 @@ def _point(questions: Questions, key: str, text: str, changes: Mapping[str, str]
 def _value_of(key: str, text: str, place: int) -> float:
     """Where a value stands on the axis: a number, a quantity in its base unit, or its place in the list."""
     if key in OWN_WORDS:
-        return float(OWN_WORDS[key][0](text))
+        return float(OWN_WORDS[key].read(key, text))
     return float(text) if _is_number(text) else float(place)

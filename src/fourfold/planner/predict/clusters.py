@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.plan.topology import Topology
 from fourfold.words.errors import PlanError, Problem, closest_match, os_error_text
+from fourfold.words.field import Field
 from fourfold.words.units import Dimension, read_quantity
 
 # ---- clusters ------------------------------------------------------------------------------------------------------
@@ -123,50 +124,29 @@ DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 SOURCES, HOST_SPEEDS = "sources", "host_speeds"
 
 
-class Field(NamedTuple):
-    """What a number of the file may be: a quantity, a whole number (`is_count`), or a factor within bounds."""
-
-    dimension: Dimension | None = None
-    is_count: bool = False
-    default: float | None = None
-    allows_zero: bool = False
-    minimum: float = 0.0
-    maximum: float = 1.0
-
-    def read(self, name: str, value: object) -> float | Problem:
-        if self.dimension is not None:
-            return read_quantity(name, value, self.dimension, allows_zero=self.allows_zero)
-        if self.is_count:
-            is_valid = type(value) is int and value >= 1
-            return value if is_valid else Problem(f"{name} = {value!r}", "a whole number of at least 1", f"{name} = 8")  # type: ignore[return-value]
-        if type(value) in (int, float) and self.minimum <= value <= self.maximum and value > 0:  # type: ignore[operator]
-            return float(value)  # type: ignore[arg-type]
-        lowest = f"{self.minimum:g} or more" if self.minimum else "above 0"
-        return Problem(f"{name} = {value!r}", f"a number {lowest}, at most {self.maximum:g}", f"{name} = 1.0")
-
-
-FRACTION = Field(default=1.0)
-LATENCY = Field(Dimension.SECONDS, allows_zero=True)
-RATE = Field(Dimension.BYTES_PER_SECOND)
+FRACTION = Field(type=float, above=0, maximum=1, default=1.0, attempt="1.0")
+LATENCY = Field(dimension=Dimension.SECONDS, minimum=0)
+RATE = Field(dimension=Dimension.BYTES_PER_SECOND)
+HOSTS = Field(type=int, minimum=1, attempt="8")
 TIER_FIELDS = {"latency": LATENCY, "bandwidth": RATE, "efficiency": FRACTION}
 FIELDS: dict[str, Field] = {
-    "devices_per_host": Field(is_count=True),
-    "hosts": Field(is_count=True, default=1.0),
-    "memory": Field(Dimension.BYTES),
+    "devices_per_host": HOSTS,
+    "hosts": dataclasses.replace(HOSTS, default=1),
+    "memory": Field(dimension=Dimension.BYTES),
     "memory_bandwidth": RATE,
     "memory_efficiency": FRACTION,
-    "reserve": Field(Dimension.BYTES, default=0.0, allows_zero=True),
-    "launch": Field(Dimension.SECONDS, default=0.0, allows_zero=True),
+    "reserve": Field(dimension=Dimension.BYTES, minimum=0, default=0.0),
+    "launch": dataclasses.replace(LATENCY, default=0.0),
     "offload_bandwidth": RATE,
-    "prediction_error": Field(default=0.0),
-    "overlap_slowdown": Field(default=1.0, minimum=1.0, maximum=10.0),
+    "prediction_error": dataclasses.replace(FRACTION, default=0.0),
+    "overlap_slowdown": Field(type=float, minimum=1, maximum=10, default=1.0, attempt="1.0"),
     "products.highest": FRACTION,
-    "products.half": Field(Dimension.OPERATIONS, default=0.0, allows_zero=True),
+    "products.half": Field(dimension=Dimension.OPERATIONS, minimum=0, default=0.0),
     **{f"host.{key}": field for key, field in TIER_FIELDS.items()},
     **{f"network.{key}": field for key, field in TIER_FIELDS.items()},
     "network.gather_efficiency": FRACTION,
 }
-PEAK = Field(Dimension.OPERATIONS_PER_SECOND)
+PEAK = Field(dimension=Dimension.OPERATIONS_PER_SECOND)
 TEXTS = ("name", "device")
 
 
@@ -209,14 +189,14 @@ def read_cluster(table: Mapping[str, Any], *, where: str = "the cluster") -> Clu
     problems = [*_text_problems(values), *_unknown_problems(values, fields), *_source_problems(sources)]
     problems += _speed_problems(table.get(HOST_SPEEDS, []), values.get("hosts", 1))
     for name, field in fields.items():
-        if name not in values and field.default is None:
+        if name not in values and field.default is dataclasses.MISSING:
             problems.append(_missing_problem(name, field))
             continue
-        read = field.read(name, values[name]) if name in values else field.default
-        if isinstance(read, Problem):
-            problems.append(read)
-        elif read is not None:
-            numbers[name] = read
+        number = _read_number(name, values[name], field) if name in values else field.default
+        if isinstance(number, Problem):
+            problems.append(number)
+        else:
+            numbers[name] = number
     if not any(name in values for name in _peaks()):
         problems.append(Problem("no flops", f"the peak of a device for some of {', '.join(DTYPES)}", _PEAK_EXAMPLE))
     if problems:
@@ -275,6 +255,15 @@ def _speed_problems(speeds: object, hosts: object) -> Iterable[Problem]:
         yield Problem(got, "a list of numbers above 0", attempt)
     elif speeds and len(speeds) != hosts:
         yield Problem(f"{got} with hosts = {hosts}", "a speed for each host", attempt)
+
+
+def _read_number(name: str, value: object, field: Field) -> float | Problem:
+    """A number in base units, or what is wrong with it."""
+    if field.dimension is not None:
+        return read_quantity(name, value, field.dimension, allows_zero=field.minimum == 0)
+    if field.accepts(value):
+        return float(value)  # type: ignore[arg-type]
+    return Problem(f"{name} = {value!r}", field.requirement(), f"{name} = {field.attempt}")
 
 
 def _missing_problem(name: str, field: Field) -> Problem:

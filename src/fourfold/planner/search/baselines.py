@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES, field_text
+from fourfold.plan.plan_fields import FIELD_RULES
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Refused
 from fourfold.planner.search.progress import Progress
@@ -20,6 +20,7 @@ from fourfold.planner.search.search import Found, search
 from fourfold.planner.search.space import CHOICES, Space, divisors
 from fourfold.planner.search.step_pricing import Pricing
 from fourfold.words.errors import PlanError, Problem
+from fourfold.words.field import value_text
 
 MEGATRON, ONE_DEVICE = "Megatron's layout", "one device"
 OPEN = ("microbatches", "recompute", "precision")
@@ -127,8 +128,8 @@ def _conflicts(pins: Pins, ask: Ask) -> list[Problem]:
     """Where a family differs from what the ask pins."""
     return [
         Problem(
-            f"{name} = {field_text(value)}",
-            f"{name} = {field_text(ask.pinned[name])}, as the ask pins it",
+            f"{name} = {value_text(value)}",
+            f"{name} = {value_text(ask.pinned[name])}, as the ask pins it",
             f"an ask without {name}",
         )
         for name, value in pins.items()

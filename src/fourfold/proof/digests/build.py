@@ -33,9 +33,9 @@ from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import named_values
 from fourfold.optim.user_optimizer import group_indices
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import field_text
 from fourfold.proof.digests.table import DIGEST_BITS, Item, check_same_items, digest, digest_bytes
 from fourfold.torch_kit.option_text import describe_options
+from fourfold.words.field import value_text
 from fourfold.words.version import VERSION
 
 # ---- structure -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def check_same_build(
     kinds: dict[str, Iterable[Item]] = {
         "call": [("", call)],
         "versions": version_items(),
-        "plan": [(name, field_text(value)) for name, value in dataclasses.asdict(plan).items()],
+        "plan": [(name, value_text(value)) for name, value in dataclasses.asdict(plan).items()],
         "options": [(name, str(value)) for name, value in options.items()],
         "model": model_items(model, shape),
         "loss": function_items(loss),

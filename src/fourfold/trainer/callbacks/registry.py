@@ -7,16 +7,15 @@ after every restart.
 
 import importlib
 import inspect
-import types
 import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.field import SCALARS, Field, hint_members
 
 # ---- by their names --------------------------------------------------------------------------------------------------
 
@@ -30,16 +29,6 @@ SHIPPED = {
     "wandb": ("wandb", "WandB"),
 }
 """By name: the module in this package, and the class in it. A module is imported when it is used."""
-OPTION_TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-@dataclass(frozen=True)
-class Option:
-    """What an option may be, and what it is if it is not given."""
-
-    type: type
-    default: Any
-    is_optional: bool
 
 
 def shipped_class(name: str) -> type[Callback]:
@@ -49,17 +38,16 @@ def shipped_class(name: str) -> type[Callback]:
     return getattr(importlib.import_module(f"fourfold.trainer.callbacks.{module}"), kind)
 
 
-def callback_options(name: str) -> dict[str, Option]:
+def callback_options(name: str) -> dict[str, Field]:
     """The options of a shipped callback. Raises SettingError for a name that is none."""
     constructor = shipped_class(name).__init__
     hints = typing.get_type_hints(constructor)
     options = {}
     for each in list(inspect.signature(constructor).parameters.values())[1:]:
-        hint = hints[each.name]
-        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        plain = [member for member in members if member in OPTION_TYPES]
+        members = hint_members(hints[each.name])
+        plain = [member for member in members if member in SCALARS]
         if plain:
-            options[each.name] = Option(plain[0], each.default, type(None) in members)
+            options[each.name] = Field(type=plain[0], is_optional=type(None) in members, default=each.default)
     return options
 
 
@@ -79,18 +67,11 @@ def make_shipped(name: str, options: Mapping[str, Any]) -> Callback:
         if option is None:
             need, close = f"an option of {name}: {', '.join(known) or 'it has none'}", closest_match(key, known) or ""
             problems.append(Problem(f"{name}.{key}", need, close and f"{name}.{close}"))
-        elif not _has_type(value, option):
-            problems.append(Problem(f"{name}.{key} = {value!r}", OPTION_TYPES[option.type]))
+        else:
+            problems += option.problems(f"{name}.{key}", value)
     if problems:
         raise SettingError(problems, where="callbacks")
     return shipped_class(name)(**options)
-
-
-def _has_type(value: Any, option: Option) -> bool:
-    if value is None:
-        return option.is_optional
-    allowed = (int, float) if option.type is float else (option.type,)
-    return isinstance(value, allowed) and isinstance(value, bool) == (option.type is bool)
 
 
 # ---- of a run --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,271 @@
+"""Field: a value that a user gives by name: its type, its bounds, its meaning.
+
+A field of the plan, a setting of the run, an argument of a task, an option of a callback, a word of `fourfold plan`, a
+number of a cluster's description: each is declared once, and the command line, files, Python, help and docs follow.
+
+text   the value as a word of a command line has it
+Law: what is needed is said in the same words wherever a value is given.
+"""
+
+import dataclasses
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fourfold.words.argument_checks import format_argument, is_int, is_real
+from fourfold.words.errors import Problem, SettingError
+from fourfold.words.units import Dimension, read_quantity
+
+BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+TYPE_TEXTS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "numbers with commas between them",
+    os.PathLike: "a path",
+    Mapping: "a dict",
+    None: "a value",
+}
+SCALARS = (bool, int, float, str)
+WORD_TYPES = (*SCALARS, tuple)
+"""What a word of a command line can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """What a named value may be, and what it means.
+
+    type         int, float, str, bool, tuple (of numbers), os.PathLike, Mapping, a class; None: any scalar
+    is_optional  None is legal too, which is `none` in files and words
+    minimum, maximum  the least and the greatest value; `above`, `below`: bounds that are not legal themselves
+    choices      the legal values; `supported`: those that this version can build, where they are not all
+    dimension    of a number that has a unit, such as "80 GiB"
+    check        (value, name) -> problems, where the type and the bounds do not say it all
+    attempt      what an error suggests
+    default      what it is if it is not given; dataclasses.MISSING: it must be given
+    default_text the default as tables show it; "": the default itself
+    """
+
+    type: Any = None
+    help: str = ""
+    is_optional: bool = False
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    choices: tuple[Any, ...] = ()
+    supported: tuple[Any, ...] | None = None
+    dimension: Dimension | None = None
+    check: Callable[[Any, str], list[Problem]] | None = None
+    attempt: str = ""
+    default: Any = dataclasses.field(default_factory=lambda: dataclasses.MISSING)
+    default_text: str = ""
+
+    def requirement(self, none: str = "none") -> str:
+        """What an error says is needed. `none`: how None is written where the value is given."""
+        return self._need() + (f", or {none}" if self.is_optional else "")
+
+    def _need(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        need = TYPE_TEXTS.get(self.type) or f"a {self.type.__name__}"
+        if self.type is int and self.minimum is not None and self.maximum is not None:
+            return f"{need} from {self.minimum} to {self.maximum}"
+        lower = f" of at least {self.minimum:g}" if self.minimum is not None else ""
+        lower = f" above {self.above:g}" if self.above is not None else lower
+        upper = f", at most {self.maximum:g}" if self.maximum is not None else ""
+        upper = f", below {self.below:g}" if self.below is not None else upper
+        return need + lower + upper
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value given in Python or read from a file is legal, in this version or a later one."""
+        if value is None:
+            return self.is_optional
+        return self._has_type(value) and self._is_within(value)
+
+    def _has_type(self, value: object) -> bool:
+        # Planning makes many thousands of plans: most values have the type itself, or are no instance of an ABC.
+        if self.type is None:
+            return type(value) in SCALARS
+        if self.type is float:
+            return type(value) is int or is_real(value)
+        if self.type is int:
+            return type(value) is int or is_int(value)
+        if self.type is tuple:
+            return type(value) is tuple and all(map(is_real, value))
+        return isinstance(value, (str, os.PathLike) if self.type is os.PathLike else self.type)
+
+    def _is_within(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+    def problems(self, name: str, value: Any) -> list[Problem]:
+        """The problem with a value given in Python, if there is one."""
+        if value is None and self.is_optional:
+            return []
+        if self.check is not None:
+            return self.check(value, name)
+        if self.accepts(value):
+            return []
+        return [Problem(format_argument(name, value), self.requirement("None"), self.attempt)]
+
+    def parse(self, text: str) -> Any:
+        """The value in a text. Raises ValueError if it is not legal."""
+        if text.lower() == "none" and (self.is_optional or self.type is None):
+            return None
+        value = PARSERS.get(self.type, str)(text)
+        if not self._is_within(value):
+            raise ValueError(text)
+        return value
+
+    def convert(self, value: object) -> Any:
+        """The value that a TOML file has. Raises ValueError if it is not legal: the text "3" is no number."""
+        if isinstance(value, str) and value.lower() == "none" and (self.is_optional or self.type is None):
+            return None
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if self.type is int and type(value) is float and value.is_integer():  # 1e4
+            value = int(value)
+        if self.type is tuple and isinstance(value, list) and all(type(each) in (int, float) for each in value):
+            value = tuple(map(float, value))
+        if value is None or not self.accepts(value):
+            raise ValueError(value)
+        return value
+
+    def read(self, name: str, text: str, *, where: str = "") -> Any:
+        """The value of `name=text` on a command line. Raises SettingError if it is not legal."""
+        if self.dimension is not None:
+            value = read_quantity(name, text, self.dimension, allows_zero=self.minimum == 0)
+            if isinstance(value, Problem):
+                raise SettingError(value, where=where)
+            return value
+        try:
+            return self.parse(text)
+        except (ValueError, OverflowError):
+            shown = text if len(text) <= 60 else f"{text[:60]}…"
+            problem = Problem(f"{name} = {shown or '(nothing)'}", self.requirement(), self.attempt)
+            raise SettingError(problem, where=where) from None
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The values that completion offers."""
+        return ("true", "false") if self.type is bool else tuple(map(str, self.supported or self.choices))
+
+    @property
+    def has_commas(self) -> bool:
+        """Whether a comma may be part of one value: of a text, or of numbers."""
+        return not self.choices and self.type not in (bool, int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Field):
+    """A field that is a setting of a run.
+
+    in_identity  whether runs that differ in it are different runs; "if given": unless it is the default
+    word         fields that differ on the command line; None: no word of the command line
+    """
+
+    in_identity: Literal["never", "always", "if given"] = "never"
+    word: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _parse_int(text: str) -> int:
+    value = float(text)  # accepts 1e4
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(text) if "e" not in text.lower() and "." not in text else int(value)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in BOOL_WORDS:
+        raise ValueError(text)
+    return BOOL_WORDS[text.lower()]
+
+
+def _parse_numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _parse_any(text: str) -> Any:
+    for reader in (_parse_int, float):
+        try:
+            return reader(text)
+        except (ValueError, OverflowError):
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: _parse_int,
+    float: float,
+    bool: _parse_bool,
+    tuple: _parse_numbers,
+    None: _parse_any,
+}
+
+
+def value_text(value: object) -> str:
+    """A value as a text: what `parse` reads."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def to_builtin(value: object) -> object:
+    """A value as a builtin type: NumPy's numbers and strings, and paths, are converted."""
+    if type(value) in SCALARS or value is None:
+        return value  # most values; asking an abstract class takes a microsecond
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+# ---- declarations ----------------------------------------------------------------------------------------------------
+
+
+def declare(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
+    """A dataclass field that users give; `declared` are those of `Field`. Without a default it must be given.
+
+    Its type is that of the annotation: `int | None` is optional.
+    """
+    return dataclasses.field(default=default, metadata=declared)
+
+
+def declared_fields(declaring: Any, kind: type[Field] = Field) -> dict[str, Any]:
+    """What a dataclass, or the class of an instance, declares, by name."""
+    return {each.name: _declared(each, kind) for each in dataclasses.fields(declaring)}
+
+
+def declared_settings(declaring: Any) -> dict[str, Setting]:
+    """The settings among them."""
+    return declared_fields(declaring, Setting)
+
+
+def _declared(each: Any, kind: type[Field]) -> Field:
+    members = hint_members(each.type)
+    declared_type = next(member for member in members if member is not type(None))
+    of_annotation = {"type": declared_type, "is_optional": type(None) in members, "default": each.default}
+    return kind(**{**of_annotation, **each.metadata})
+
+
+def hint_members(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows, without their parameters: float and NoneType of `float | None`."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(member for each in typing.get_args(hint) for member in hint_members(each))
+    return (typing.get_origin(hint) or hint,)
