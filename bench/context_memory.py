@@ -2,7 +2,7 @@
 
     python -m bench.context_memory
 
-fake rank  a process that runs as one rank, with tensors that have sizes but no memory (`step/peak_memory.py`)
+fake rank  a process that runs as one rank, with tensors that have sizes but no memory (see `planner/task_facts`)
 few hops   with the first hops of a ring only: the others hold no more, and take time
 Law: what is printed is counted for all 12 layers: the winner fits, and one sample (or one step of length) more does
 not. The search extrapolates from 2 and 3 layers, because the peak is linear in the layers. The winner of the headline
@@ -37,8 +37,8 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.single_rank import SingleRankReducer, WholeWeights
 from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.planner.task_facts.fake_ranks import FakeChannel, TruncatedRing
-from fourfold.step.peak_memory import PeakMemory
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.layout import SPLIT
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.measurement import describe_machine, format_table
 from fourfold.losses import cross_entropy
-from fourfold.step.peak_memory import PeakMemory
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.testing.saved_tensors import recording_saved
 
 SHAPES = [(2048, 256), (2048, 2048), (512, 32_000), (256, 50_257)]

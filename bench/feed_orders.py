@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from bench.measurement import describe_machine, format_table
-from fourfold.feed.feed import Feed
+from fourfold.feed.feed import Feed, with_ids
 from fourfold.feed.mixed import Mixed, Weighted
 from fourfold.feed.position import Position
-from fourfold.orders.ids_ahead import with_ids
 from fourfold.orders.sample_order import BatchRange, SampleOrder, order_rows
 
 NUM_SAMPLES, NUM_SHARDS = 10**9, 10**4

@@ -5,7 +5,7 @@
 fake rank  a rank that runs its list of forwards and backwards with tensors that have sizes but no memory
 Law: the lists are those that a plan's schedule makes, the blocks are recomputed by what a step installs
 (`step/recomputed_blocks.py`), and every byte of weights, gradients, states and activations is counted
-(`step/peak_memory.py`).
+(`planner/task_facts/fake_memory.py`).
 
 What the papers do not say is assumed: GPipe's microbatches and its two-byte or four-byte activations; DAPPLE's model of
 attention. RSA's text does not name its model: 3 blocks of BERT-large in two-byte numbers, the whole batch in flight,
@@ -30,8 +30,8 @@ from fourfold.axes.pipeline.rules.schedules import compute_actions
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
-from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recomputed_blocks import Recompute
 from fourfold.words.program import Action, Verb
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench.measurement import describe_machine, format_table
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
-from fourfold.step.peak_memory import PeakMemory
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.step.recomputed_blocks import Recompute, recomputed_blocks
 from fourfold.tasks import lm
 

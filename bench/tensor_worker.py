@@ -22,9 +22,9 @@ from torch import Tensor
 from fourfold.axes.tensor.work.split_region import RowProduct
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import process_group
+from fourfold.comm.tensor import groups as tensor_groups
+from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.comm.tensor.protocol import TensorGroup
-from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.torch_kit.memory import keep_freed_memory
 
 SHARED, BUFFER, GLOO = "shared memory", "from the buffer", "gloo"
@@ -64,7 +64,7 @@ def measure_all_reduce(group: TensorGroup, job: dict[str, Any]) -> dict[str, flo
 
 def measure_product(group: TensorGroup, job: dict[str, Any]) -> dict[str, float]:
     """Seconds of a row product with its sum, cut into chunks; and an element of the sum to check."""
-    process_group.MIN_CHUNK_BYTES, process_group.MAX_CHUNKS = 1, job["chunks"]
+    tensor_groups.MIN_CHUNK_BYTES, tensor_groups.MAX_CHUNKS = 1, job["chunks"]
     input, weight = (
         torch.ones(job["rows"], job["features"]),
         torch.full((job["out"], job["features"]), 1.0 + group.index),

@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ def fields(draw: st.DrawFn) -> Field:
     choices = draw(st.sampled_from([(), (1, 2), ("a", "b")])) if kind in (int, str) else ()
     choices = tuple(each for each in choices if type(each) is kind)
     sides = (draw(st.sampled_from(side)) for side in (("minimum", "above"), ("maximum", "below")))
-    bounds = {name: draw(BOUNDS) for name in sides} if kind in (int, float) else {}
+    bounds: dict[str, Any] = {name: draw(BOUNDS) for name in sides} if kind in (int, float) else {}
     return Field(type=kind, choices=choices, is_optional=draw(st.booleans()), **bounds)
 
 

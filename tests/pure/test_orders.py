@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.orders.ids_ahead import with_ids
+from fourfold.feed.feed import with_ids
 from fourfold.orders.keyed_permutation import derive_keys, invert, permute
 from fourfold.orders.mixed_order import MAX_AUTO_BLOCK, MixedOrder, MixedPart, choose_quotas, mixture_problems
 from fourfold.orders.sample_order import BatchRange, GlobalOrder, InOrder, order_rows, shard_range

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.environment.processes import processor_delay_seconds
-from fourfold.trace.stragglers import (
+from fourfold.trainer.meters import (
     STRAGGLER_FACTOR,
     find_steady_stragglers,
     find_stragglers,

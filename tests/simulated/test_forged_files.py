@@ -20,6 +20,7 @@ import xxhash
 from safetensors.torch import save_file
 
 import fourfold as ff
+from fourfold.checkpoint.initial_weights import WeightFiles
 from fourfold.checkpoint.manifest_file import file_checksum, verify_checkpoint
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.feed.pack import layout
@@ -27,7 +28,6 @@ from fourfold.feed.pack.verify import verify_pack
 from fourfold.feed.pack.zstd import Codec
 from fourfold.plan.checkpoint_boxes import whole
 from fourfold.testing import threads
-from fourfold.torch_kit.weight_files import WeightFiles
 from fourfold.words.errors import FourfoldError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun

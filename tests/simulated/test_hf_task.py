@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fourfold.axes.tensor.work.cut import local_part
+from fourfold.checkpoint import initial_weights
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.checkpoint.export import export_pretrained
 from fourfold.checkpoint.initial_weights import check_weights, initial_model_of_files, load_weights
@@ -23,7 +24,7 @@ from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import hf
 from fourfold.testing import oracle, threads
-from fourfold.torch_kit import deferred_init, weight_files
+from fourfold.torch_kit import deferred_init
 from fourfold.trainer.train import train
 from fourfold.words.errors import CheckpointError, FourfoldError, TaskError
 from fourfold.words.task import Task
@@ -180,7 +181,7 @@ def test_the_tokens_of_a_text_do_not_depend_on_where_it_is_cut(monkeypatch):
     Path("large.json").write_text(json.dumps(LLAMA | {"vocab_size": 320}))
     tokens = []
     for size in (2**20, 50):
-        monkeypatch.setattr("fourfold.tasks.hf_tokenizer.CHUNK_BYTES", size)
+        monkeypatch.setattr("fourfold.tasks.hf.CHUNK_BYTES", size)
         tokens.append(task_of("large", tokenizer="tokenizer.json", data="lines.txt").data().train.source.corpus.tokens)
     assert torch.equal(*map(torch.from_numpy, tokens))
 
@@ -227,7 +228,7 @@ def save_folder(model: Any, folder: str, *, dtype: torch.dtype = torch.float32) 
 def test_a_rank_reads_its_shards_of_split_weights_and_the_others_one_at_a_time(name, tp, monkeypatch, without_dry_run):
     monkeypatch.setattr(deferred_init, "MIN_ELEMENTS", 64)
     task, of_shards, of_whole = task_of(name), list[int](), list[int]()
-    read, read_into = weight_files.WeightFiles.read, weight_files._read_into
+    read, read_into = initial_weights.WeightFiles.read, initial_weights._read_into
     with SEED_LOCK:
         torch.manual_seed(9)
         other = task.model()
@@ -243,8 +244,8 @@ def test_a_rank_reads_its_shards_of_split_weights_and_the_others_one_at_a_time(n
         of_shards.append(len(buffer))
         read_into(buffer, *place)
 
-    monkeypatch.setattr(weight_files.WeightFiles, "read", counted)
-    monkeypatch.setattr(weight_files, "_read_into", counted_bytes)
+    monkeypatch.setattr(initial_weights.WeightFiles, "read", counted)
+    monkeypatch.setattr(initial_weights, "_read_into", counted_bytes)
 
     def body(comm):
         with SEED_LOCK:

@@ -18,7 +18,7 @@ from bench.context_memory import (
     peak_memory,
     tensor_parallel,
 )
-from fourfold.step.peak_memory import PeakMemory
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 
 SHAPE = bert.Shape(width=48, heads=4, layers=2, vocabulary=96, positions=16)
 JOBS = {

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fourfold.axes.tensor.work.split_region import RowProduct, SplitRegion, origins
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import process_group
-from fourfold.comm.tensor_groups import make_tensor_group
+from fourfold.comm.tensor import groups as tensor_groups
+from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.testing import threads
 
 FEATURES, OUT = 6, 8
@@ -25,8 +25,8 @@ def drawn(rank: int, rows: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("max_chunks", [1, 3, 4])
 def test_sums_and_gradients_are_the_same_for_any_number_of_chunks(monkeypatch, ranks, rows, max_chunks):
-    monkeypatch.setattr(process_group, "MIN_CHUNK_BYTES", 64)
-    monkeypatch.setattr(process_group, "MAX_CHUNKS", max_chunks)
+    monkeypatch.setattr(tensor_groups, "MIN_CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensor_groups, "MAX_CHUNKS", max_chunks)
     every = [drawn(rank, rows) for rank in range(ranks)]
     expected = torch.stack([input @ weight.t() for input, weight in every]).sum(0)
 
@@ -92,10 +92,10 @@ def test_small_products_are_not_cut():
     def body(comm):
         group = make_tensor_group(comm, "tensor", CommMeter(), choice="gloo")
         shared = make_tensor_group(comm, "tensor", CommMeter(), choice="shared")
-        big, least = 100 * process_group.MIN_CHUNK_BYTES, process_group.MIN_CHUNK_BYTES
+        big, least = 100 * tensor_groups.MIN_CHUNK_BYTES, tensor_groups.MIN_CHUNK_BYTES
         return [group.num_chunks(big), group.num_chunks(2 * least - 1), group.num_chunks(0), shared.num_chunks(big)]
 
-    assert threads.run(2, body) == [[process_group.MAX_CHUNKS, 1, 1, 1]] * 2
+    assert threads.run(2, body) == [[tensor_groups.MAX_CHUNKS, 1, 1, 1]] * 2
 
 
 def test_what_is_made_in_a_region_is_told_from_what_leaves_it():

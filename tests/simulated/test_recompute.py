@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.context.work import ring
 from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
-from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.show.describe import format_recompute
-from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recomputed_blocks import Recompute, recomputed_blocks
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

@@ -15,11 +15,11 @@ from fourfold.model.model_call import call_model
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.facts import ModelFacts, OperationKind, SegmentFacts
 from fourfold.planner.task_facts import source
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.planner.task_facts.fake_step import lay_out
 from fourfold.planner.task_facts.operations import MetaCalls
 from fourfold.planner.task_facts.segments import equal_blocks
 from fourfold.planner.task_facts.source import TaskFacts
-from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.recomputed_blocks import Recompute
 from fourfold.tasks import lm
 from fourfold.torch_kit.torch_private import storage_key

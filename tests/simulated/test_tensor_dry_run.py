@@ -16,8 +16,8 @@ from fourfold.axes.tensor.attach.dry_run import TensorMemoryFit
 from fourfold.axes.tensor.work.layers import SplitLayer
 from fourfold.model.draw_slices import DrawSlices, FoundDraw
 from fourfold.plan.plan import Plan
+from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.proof.checks import MemoryFit
-from fourfold.step.peak_memory import PeakMemory
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

@@ -8,8 +8,8 @@ import torch
 
 from fourfold.comm import shared_regions
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import shared_memory
-from fourfold.comm.tensor_groups import make_tensor_group
+from fourfold.comm.tensor import groups as tensor_groups
+from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.testing import threads
 from fourfold.torch_kit import memory
 from fourfold.trainer.tracer import SpanRecorder
@@ -32,8 +32,8 @@ def groups_of(size, body, *, transport="shared", hosts=1):
 @pytest.fixture(params=[False, True], ids=["whole", "slices"])
 def in_slices(request, monkeypatch):
     """Whether each rank adds a slice for all, as of large tensors."""
-    monkeypatch.setattr(shared_memory, "MIN_SLICING_RANKS", 2)
-    monkeypatch.setattr(shared_memory, "MIN_SLICED_BYTES", 0 if request.param else 2**62)
+    monkeypatch.setattr(tensor_groups, "MIN_SLICING_RANKS", 2)
+    monkeypatch.setattr(tensor_groups, "MIN_SLICED_BYTES", 0 if request.param else 2**62)
 
 
 @pytest.mark.usefixtures("in_slices")
@@ -225,8 +225,8 @@ def test_a_rank_that_dies_while_another_waits_is_named(killed_rank, collective):
 
 
 def test_a_rank_that_dies_between_the_sums_of_slices_is_named(killed_rank, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(shared_memory, "MIN_SLICING_RANKS", 2)
-    monkeypatch.setattr(shared_memory, "MIN_SLICED_BYTES", 0)
+    monkeypatch.setattr(tensor_groups, "MIN_SLICING_RANKS", 2)
+    monkeypatch.setattr(tensor_groups, "MIN_SLICED_BYTES", 0)
 
     def body(group):
         if group.index == 1:
@@ -248,7 +248,7 @@ def test_a_rank_that_never_comes_is_named_at_the_time_limit():
         time_limit_seconds=0.1,
     )
     with pytest.raises(PeerError, match="rank 7 did not arrive within"):
-        shared_memory.TensorGroupOverSharedMemory(regions).all_reduce(torch.zeros(2))
+        tensor_groups.TensorGroupOverSharedMemory(regions).all_reduce(torch.zeros(2))
 
 
 def test_shared_memory_between_hosts_is_refused():

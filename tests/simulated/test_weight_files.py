@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fourfold.axes.tensor.work.cut import local_part
+from fourfold.checkpoint.initial_weights import StoredWeights, WeightFiles
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
-from fourfold.torch_kit.weight_files import StoredWeights, WeightFiles
 from fourfold.words.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]

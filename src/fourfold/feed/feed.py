@@ -2,16 +2,22 @@
 
 state        (seed, epoch, position, num_samples): which samples the feed has yielded; independent of ranks and prefetch
 local batch  this data rank's part of a global batch; if a batch does not divide evenly, parts differ by one sample
+block        consecutive local batches with at least `BLOCK` samples together, or the last ones of an epoch
 Law: the local batches of all data ranks together are `plan.sample_order.rows` of the batch's positions, on any mesh.
+Law: the ids of each batch are its `sample_ids()`; no more than a block and a batch of them are kept.
+
+An order costs some 40 numpy calls, whatever the number of positions: in batches of 64 about 1 to 4.5 µs per id, in
+blocks of `BLOCK` less than 0.1 µs.
 """
 
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -39,13 +45,53 @@ from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request
-from fourfold.orders.ids_ahead import with_ids
-from fourfold.orders.sample_order import UNSHUFFLED, BatchRange, InOrder, SampleOrder, num_batches, shard_range
+from fourfold.orders.sample_order import (
+    UNSHUFFLED,
+    BatchRange,
+    GlobalOrder,
+    InOrder,
+    SampleOrder,
+    num_batches,
+    shard_range,
+)
 from fourfold.plan.damaged_samples import DamagedRecord, new_records
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 from fourfold.words.noop import noop
+
+# ---- ids ahead ------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 8192  # the chunk that `keyed_permutation` works on; the first batch waits for one block, less than 1 ms
+
+
+def with_ids(batches: Iterable[BatchRange], *, block: int = BLOCK) -> Iterator[tuple[BatchRange, list[int]]]:
+    """Batches of one epoch in one order, of which no sample is left out, each with the ids of this rank's samples."""
+    waiting: list[BatchRange] = []
+    num_samples = 0
+    for batch in batches:
+        waiting.append(batch)
+        num_samples += batch.local_stop - batch.local_start
+        if num_samples >= block:
+            yield from _compute(waiting)
+            waiting, num_samples = [], 0
+    if waiting:
+        yield from _compute(waiting)
+
+
+def _compute(batches: list[BatchRange]) -> Iterator[tuple[BatchRange, list[int]]]:
+    first = batches[0]
+    order = GlobalOrder(first.num_samples) if first.order is None else first.order
+    ranges = [np.arange(batch.local_start, batch.local_stop, dtype=np.int64) for batch in batches]
+    ids = order.ids_at(first.seed, first.epoch, np.concatenate(ranges))
+    start = 0
+    for batch, positions in zip(batches, ranges, strict=True):
+        yield batch, ids[start : start + len(positions)].tolist()
+        start += len(positions)
+
+
+# ---- feed -----------------------------------------------------------------------------------------------------------
 
 
 class FeedOptions(NamedTuple):

@@ -1,21 +1,89 @@
 """Attention over the context axis: `scaled_dot_product_attention` where each rank holds some tokens of every sequence.
 
-B batch · H query heads · G key and value heads · l tokens of a rank · L = l · cp_size · K, V head sizes
+B batch · H query heads · G key and value heads · l tokens of a rank · L = l · cp_size · K, V head sizes · u ranks
 Law: output and gradients are those of one process that holds all tokens, whatever the upstream gradient.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fourfold.axes.context.rules.layout import heads_problem
-from fourfold.axes.context.work import masks, ring, rsa, ulysses
+from fourfold.axes.context.work import attention, masks, ring, rsa
 from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.document_mask import DocumentMask, document_attention
 from fourfold.axes.context.work.dropout import AttentionDropout
+from fourfold.axes.context.work.masks import Mask
 from fourfold.axes.context.work.ring_call import RingCall
+from fourfold.comm.ring import RingGroup
+from fourfold.torch_kit.recompute import kept
 from fourfold.words.errors import Problem, TrainingError
+
+# ---- ulysses --------------------------------------------------------------------------------------------------------
+
+
+def tokens_to_heads(group: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each [B, H, l, K] (some tokens, all heads) -> [B, H/u, u · l, K] (all tokens, some heads)."""
+    return _AllToAll.apply(group, True, *tensors)  # pyright: ignore[reportReturnType]
+
+
+def heads_to_tokens(group: RingGroup, tensor: Tensor) -> Tensor:
+    """[B, H/u, u · l, K] -> [B, H, l, K]"""
+    return _AllToAll.apply(group, False, tensor)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
+    """The mask for what this rank holds after `tokens_to_heads`."""
+    if mask.key_mask is not None:
+        return Mask(key_mask=_local_heads(group, torch.cat(_all_gather(group, mask.key_mask), dim=-1)))
+    if mask.document_starts is not None:
+        return Mask(document_starts=torch.cat(_all_gather(group, mask.document_starts), dim=-1))
+    if mask.query_mask is None:
+        return mask
+    if mask.query_mask.shape[-2] == 1:
+        return Mask(query_mask=_local_heads(group, mask.query_mask))
+    return Mask(query_mask=_local_heads(group, torch.cat(_all_gather(group, mask.query_mask), dim=-2)))
+
+
+def _all_gather(group: RingGroup, tensor: Tensor) -> list[Tensor]:
+    return [block.view(tensor.shape) for block in group.all_gather((tensor,))]
+
+
+def _local_heads(group: RingGroup, mask: Tensor) -> Tensor:
+    return mask if mask.shape[1] == 1 else mask.chunk(group.size, dim=1)[group.index]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: RingGroup, to_heads: bool, *tensors: Tensor):
+        ctx.group, ctx.to_heads = group, to_heads
+        return kept(lambda: _all_to_all(group, to_heads, tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *_all_to_all(ctx.group, not ctx.to_heads, grads)
+
+
+def _all_to_all(group: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Exchange all tensors in one message per rank. Heads are dim 1, tokens dim 2."""
+    split_dim, cat_dim = (1, 2) if to_heads else (2, 1)
+    chunks = [tensor.chunk(group.size, dim=split_dim) for tensor in tensors]
+    messages = torch.stack([torch.cat([each[peer].reshape(-1) for each in chunks]) for peer in range(group.size)])
+    received, start, exchanged = group.all_to_all(messages), 0, []
+    for each in chunks:
+        shape, stop = each[0].shape, start + each[0].numel()
+        exchanged.append(torch.cat([row[start:stop].view(shape) for row in received], dim=cat_dim))
+        start = stop
+    return tuple(exchanged)
+
+
+# ---- attention over the context axis --------------------------------------------------------------------------------
 
 
 def context_attention(
@@ -58,8 +126,8 @@ def context_attention(
     length = q.shape[-2] * group.size
     first_head = q.shape[1] // group.ulysses * group.ulysses_group.index
     if group.ulysses > 1:
-        q, k, v = ulysses.tokens_to_heads(group.ulysses_group, q, k, v)
-        parsed_mask = ulysses.mask_to_heads(group.ulysses_group, parsed_mask)
+        q, k, v = attention.tokens_to_heads(group.ulysses_group, q, k, v)
+        parsed_mask = attention.mask_to_heads(group.ulysses_group, parsed_mask)
     ring_mask = _whole_mask(parsed_mask)
     if group.ring_group.size == 1 and _torch_supports(ring_mask, is_causal, dropout):
         out = _local_attention(q, k, v, ring_mask, is_causal=is_causal, scale=scale)
@@ -75,7 +143,7 @@ def context_attention(
             document_starts=parsed_mask.document_starts,
         )
         out = (rsa if group.ring == "rsa" else ring).ring_attention(q, k, v, parsed_mask, call)
-    return ulysses.heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
+    return attention.heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 
 def _torch_supports(mask: Tensor | None, is_causal: bool, dropout: AttentionDropout | None) -> bool:

@@ -22,8 +22,8 @@ from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
+from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
-from fourfold.comm.tensor_groups import make_tensor_group
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.deferred_init import InitialModel
 
