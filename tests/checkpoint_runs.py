@@ -13,7 +13,7 @@ from fourfold.checkpoint.collect import TrainingState, collect_state
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
-from fourfold.step.ema import EMA
+from fourfold.optim.ema import EMA
 from fourfold.testing import threads
 from tests.cases import Case, batches, build_step, local_batch
 

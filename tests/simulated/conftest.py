@@ -41,5 +41,5 @@ def without_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The law of training makes the dry run with every value of every field.
     """
-    for check in ("proof.first_batch.ForwardCheck", "axes.tensor.attach.check.TensorCheck"):
+    for check in ("axes.data.attach.check.ForwardCheck", "axes.tensor.attach.check.TensorCheck"):
         monkeypatch.setattr(f"fourfold.{check}.is_needed", lambda _, *, training: False)

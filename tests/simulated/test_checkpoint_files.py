@@ -17,9 +17,9 @@ from fourfold.checkpoint.manifest_file import read_manifest
 from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.feed import Feed
+from fourfold.optim.ema import EMA
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.train import train

@@ -15,10 +15,10 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.batches import Batch
 from fourfold.feed.source import TensorSource
+from fourfold.optim.ema import EMA
 from fourfold.orders.sample_order import BatchRange, rows, shard_range
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.plan.plan import Plan
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.step.broadcast_tree import broadcast_tree
+from fourfold.comm.broadcast_tree import broadcast_tree
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE

@@ -16,8 +16,8 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.model.model_call import call_model
+from fourfold.optim.ema import EMA
 from fourfold.plan.plan import Plan
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

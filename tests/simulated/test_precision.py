@@ -10,9 +10,9 @@ from torch import nn
 from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.initial_weights import load_weights
 from fourfold.checkpoint.store import CheckpointStore
+from fourfold.optim.ema import EMA
 from fourfold.optim.master_weights import offload_device
 from fourfold.plan.plan import Plan
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.trainer.run_logger import format_offload

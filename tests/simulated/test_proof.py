@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.context.attach.check import ContextCheck
+from fourfold.axes.data.attach.check import GradientCheck
 from fourfold.axes.tensor.attach.check import TensorCheck
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.proof import checks
 from fourfold.proof.checks import Proof
 from fourfold.proof.digests.build import package_items
-from fourfold.proof.first_batch import GradientCheck
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

@@ -17,9 +17,9 @@ from fourfold.checkpoint.read import CheckpointReader
 from fourfold.checkpoint.restore import restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.comm.communicator import Communicator
+from fourfold.optim.ema import EMA
 from fourfold.plan.checkpoint_boxes import ELEMENT_BYTES
 from fourfold.plan.plan import Plan
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads

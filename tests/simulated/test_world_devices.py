@@ -8,8 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fourfold as ff
-from fourfold.axes.pipeline.work.block_draws import seeded_segments
-from fourfold.axes.pipeline.work.chain import find_chain
+from fourfold.axes.pipeline.work.chain import find_chain, seeded_segments
 from fourfold.comm import init
 from fourfold.environment.world import World
 from fourfold.step.argument_checks import device_problems

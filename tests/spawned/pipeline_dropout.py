@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.axes.pipeline.work.block_draws import seeded_segments
-from fourfold.axes.pipeline.work.chain import find_chain
+from fourfold.axes.pipeline.work.chain import find_chain, seeded_segments
 from fourfold.plan.rng import microbatch_seed
 from fourfold.tasks.lm import LanguageModel
 from tests import cases

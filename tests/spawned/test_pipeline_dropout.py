@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.axes.pipeline.work.block_draws import seeded_segments
-from fourfold.axes.pipeline.work.chain import Chain
+from fourfold.axes.pipeline.work.chain import Chain, seeded_segments
 from tests.spawned.pipeline_dropout import one_process
 
 RUNS = [

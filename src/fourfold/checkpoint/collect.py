@@ -18,6 +18,7 @@ from fourfold.comm.memory_order import is_in_order, shaped
 from fourfold.comm.rank_layout import RankLayout
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import describe_order
+from fourfold.optim.ema import EMA
 from fourfold.optim.lr_scheduler import SteppedScheduler
 from fourfold.orders.sample_order import PLAIN_ORDERS
 from fourfold.plan.checkpoint_manifest import (
@@ -31,7 +32,6 @@ from fourfold.plan.checkpoint_manifest import (
 )
 from fourfold.plan.json_state import encode_state
 from fourfold.plan.rng import random_place
-from fourfold.step.ema import EMA
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.generators import states_of
 from fourfold.words.errors import CheckpointError, Problem

@@ -26,7 +26,7 @@ class Microbatch(NamedTuple):
     targets      None if the batch has none
     num_tokens   0 if the inputs have none
     real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
-    draw_seed    of what a model on several stages draws (`axes/pipeline/work/block_draws.py`)
+    draw_seed    of what a model on several stages draws (`axes/pipeline/work/chain.py`)
     """
 
     inputs: Any

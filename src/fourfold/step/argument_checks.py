@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.comm import init
+from fourfold.optim.optimizer_proxy import OptimizerProxy
 from fourfold.plan.plan import Plan
-from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.words import argument_checks
 from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fourfold.axes.context.attach.axis import ContextParallel
 from fourfold.axes.context.attach.check import ContextCheck
 from fourfold.axes.context.work.context_group import connect_context
+from fourfold.axes.data.attach.check import CheckedTask, ForwardCheck, GradientCheck
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.pipeline.attach import axis as pipeline_axis
 from fourfold.axes.pipeline.attach.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
@@ -51,7 +52,6 @@ from fourfold.proof.checks import Check, Proof
 from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import build_digest, check_same_optimizer
 from fourfold.proof.digests.weights import DriftChecker
-from fourfold.proof.first_batch import CheckedTask, ForwardCheck, GradientCheck
 from fourfold.proof.weight_write_check import WeightWriteCheck
 from fourfold.step.across_steps import make_across_steps, num_channels
 from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples

@@ -22,15 +22,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fourfold.axes.data.work.grad_buckets import GradBuckets
 from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.comm import init, transports
+from fourfold.comm.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.comm.communicator import Communicator, gather_topology, topology_along
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.divergence_report import divergence_error, with_options
 from fourfold.comm.reduce.protocol import WorldChannel, spec_of_request
 from fourfold.model.batch_statistics import batch_norms, make_exchange
-from fourfold.model.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
 from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
-from fourfold.model.memory_formats import MemoryFormats, shape_and_strides
 from fourfold.model.weights import trainable_parameters
+from fourfold.optim.optimizer_proxy import OptimizerProxy
 from fourfold.optim.option_tracker import OptionTracker
 from fourfold.optim.user_optimizer import check_options
 from fourfold.plan.intervals import DRIFT_CHECK
@@ -41,10 +41,10 @@ from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import check_same_build
 from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step import argument_checks
-from fourfold.step.broadcast_tree import broadcast_model, broadcast_tree
+from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
 from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
+from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
-from fourfold.step.optimizer_proxy import OptimizerProxy
 from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
 from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
 from fourfold.step.wrapper_checks import WrapperChecks

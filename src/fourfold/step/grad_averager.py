@@ -15,7 +15,7 @@ from fourfold.axes.data.work.countdown import Countdown
 from fourfold.axes.data.work.grad_buckets import GradBuckets
 from fourfold.axes.data.work.gradients import MeanSink, launch_all
 from fourfold.comm.reduce.protocol import DataTransport, ScalarReducer, WorldChannel
-from fourfold.model.memory_formats import MemoryFormats
+from fourfold.step.memory_formats import MemoryFormats
 from fourfold.step.unreduced_grads import ReducedGrad
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.program import USED_PARAMS

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.model.closure_losses import ClosureLosses
+from fourfold.step.closure_losses import ClosureLosses
 from fourfold.step.unreduced_grads import UnreducedGrads
 from fourfold.torch_kit.torch_private import takes_step_hooks
 

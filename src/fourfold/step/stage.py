@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.axes.pipeline.attach.check import PipelineCheck
-from fourfold.axes.pipeline.work.block_draws import seeded_segments
+from fourfold.axes.pipeline.work.chain import seeded_segments
 from fourfold.axes.pipeline.work.gates import Gates, StageEnd
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
 from fourfold.axes.pipeline.work.stand_in import StandInUsed, sources_of

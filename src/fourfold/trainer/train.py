@@ -22,9 +22,9 @@ from fourfold.environment.host_limits import available_bytes, resident_bytes
 from fourfold.environment.world import World
 from fourfold.feed.data_input import DataInput, TaskInputs, open_data
 from fourfold.feed.feed import Feed
+from fourfold.optim.ema import EMA
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.ema import EMA
 from fourfold.step.memory_bound import check_memory
 from fourfold.step.meta_model import try_meta_model
 from fourfold.step.parallelize import parallelize

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fourfold.comm.broadcast_tree import broadcast_tree
 from fourfold.comm.init import init_communicator, world
 from fourfold.model.batch import unpack_batch
 from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.step import parallelize
-from fourfold.step.broadcast_tree import broadcast_tree
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map

@@ -3,17 +3,25 @@
 chain    modules that the model calls one after the other, each with what the one before has returned: the children of
          an `nn.ModuleList` or `nn.Sequential`
 ends     the modules with weights outside of the chain: before it (an embedding), behind it (a norm, a head)
+segment  a module of the chain or of its ends, or what the model's forward does behind one; 0: in front of the first
 own      weights of a module around the chain itself, such as the positions of a vision transformer, and of lists there
 Law: each weight has one stage. That blocks are called in this order, once each, the dry run shows (`attach/check.py`).
+Law: a segment draws the same numbers with any number of stages and any schedule: they follow from the microbatch and
+the segment. Outside of a stage's forward, torch's generators are as if it had drawn nothing.
 """
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fourfold.axes.pipeline.rules.division import StageSpec, divide, division_problems, name_problems, stage_names
+from fourfold.plan.rng import segment_seed
+from fourfold.torch_kit import generators
 from fourfold.words.errors import PlanError, Problem
 
 MIN_SHARE = 0.5  # of the weights of the largest chain: a list with no more is inside one of its blocks
@@ -242,3 +250,27 @@ def _joined(name: str, key: str) -> str:
 def _is_in(name: str, module: str) -> bool:
     """Whether a parameter or module is in a module, or is it."""
     return name == module or name.startswith(f"{module}.")
+
+
+# ---- block draws ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def seeded_segments(model: nn.Module, chain: Chain, seed: int, device: torch.device) -> Iterator[None]:
+    """Within, one forward of the model draws the numbers of the microbatch with this seed."""
+
+    def begin(segment: int, *_: Any) -> None:
+        generators.seed(device, segment_seed(seed, segment))
+
+    hooks = []
+    for index, name in enumerate((*chain.before, *chain.blocks, *chain.behind)):
+        module, inside = model.get_submodule(name), 2 * index + 1
+        hooks.append(module.register_forward_pre_hook(functools.partial(begin, inside), prepend=True))
+        hooks.append(module.register_forward_hook(functools.partial(begin, inside + 1)))
+    try:
+        with generators.unchanged(device):
+            begin(0)
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
