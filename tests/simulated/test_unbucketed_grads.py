@@ -148,3 +148,57 @@ def test_a_hook_has_the_gradient_of_one_microbatch(update, parity):
     step((inputs, targets))
     step.flush()
     assert all(map(torch.allclose, model.parameters(), expected))
+
+
+class WithLocalLoss(nn.Module):
+    """Trains its first layer by a loss of its own, in forward; the other loss does not reach it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.training and torch.is_grad_enabled():
+            x.pow(2).sum().mul(1 / 8).backward()
+        return self.second(x.detach())
+
+
+def local_loss_training(num_ranks, plan):
+    """The weights after three steps, on each rank."""
+    loss = nn.MSELoss(reduction="none")
+
+    def train(comm):
+        model = WithLocalLoss()
+        optimizer = functools.partial(torch.optim.SGD, lr=0.3)
+        step = TrainStep(model, loss, optimizer, plan=plan, communicator=comm)
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            step([torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (4, 3)])
+        step.flush()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return threads.run(num_ranks, train)[0]
+
+
+@pytest.mark.parametrize(
+    ("update", "unused"), [("after", "error"), ("after", "allow"), ("in_backward", "error"), ("in_forward", "allow")]
+)
+def test_a_backward_within_forward_gives_gradients_as_on_one_device(update, unused):
+    model, loss = WithLocalLoss(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        inputs, targets = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (4, 3))
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+    found = local_loss_training(1, Plan(update=update, unused=unused))
+    torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, zero=3), Plan(microbatches=2)], ids=str)
+def test_a_backward_within_forward_is_refused_where_the_batch_is_split(plan):
+    with pytest.raises(TrainingError, match=r"a backward\(\) within forward, which gives first"):
+        local_loss_training(plan.dp, dataclasses.replace(plan, unused="allow"))

@@ -68,7 +68,7 @@ class Objective:
         self.observes_forward = True
         """Whether calls are observed in the model's forward too."""
         self._has_calls_in_forward = False
-        self._is_batch_split = is_batch_split
+        self.is_batch_split = is_batch_split
         self._is_used: Sequence[bool] = []
         """Which calls the last scalar loss with a graph was made of: metrics that are only printed are not."""
         self._is_unused: Sequence[bool] = []
@@ -227,10 +227,10 @@ class Objective:
         count, *others = [each.count for each in calls] or [0.0 if self.uses_counts else float(num_samples)]
         if self.is_mixed and self.uses_counts:
             others.append(float(num_samples))
-        if calls and self._is_batch_split:  # all parts take the same means
+        if calls and self.is_batch_split:  # all parts take the same means
             kind = repr((self._loss_names, _is_torch_mean(value, calls)))
             others.append((1.0 + zlib.crc32(kind.encode()) / 2**32) * count)
-        elif self.uses_counts and self._is_batch_split:  # a number without a count would be dropped
+        elif self.uses_counts and self.is_batch_split:  # a number without a count would be dropped
             others.append((value.detach().isfinite() & (value.detach() != 0)).double().reshape(()))
         dtype = torch.promote_types(value.dtype, torch.float32)
         total = value.reshape(()).to(dtype) * (count.to(dtype) if isinstance(count, Tensor) else count)

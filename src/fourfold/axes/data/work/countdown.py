@@ -104,6 +104,19 @@ class Countdown:
         return next((self.names[index] for index in indices if self.reached[index]), None)
 
 
+def check_untouched(countdown: Countdown, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise TrainingError naming a parameter that has a gradient before the first backward of the step."""
+    if any(countdown.reached):
+        return
+    rows = zip(countdown.names, parameters, strict=True)
+    if name := next((name for name, parameter in rows if parameter.grad is not None), None):
+        got = f"a backward() within forward, which gives {name} a gradient, where the batch is split"
+        need = "one backward for each part of the batch: that of the loss, by which Fourfold divides"
+        raise TrainingError(
+            Problem(got, need, "the loss of the layer returned by forward, and added by the loss function")
+        )
+
+
 def check_all_reached(countdown: Countdown, buckets: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
     """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached.
 

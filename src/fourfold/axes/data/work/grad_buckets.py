@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.axes.data.work.countdown import Countdown, check_all_reached
+from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
 from fourfold.comm.memory_order import shaped
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import GradReducer
@@ -246,8 +246,15 @@ class GradBuckets:
             if gradient is not None and not is_ours:
                 raise_grad_written(slots.names[index])
 
+    def check_untouched(self) -> None:
+        """Raise TrainingError naming a parameter that has a gradient before the first backward of the step."""
+        check_untouched(self.countdown, self.slots.parameters)
+
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
+        for index, parameter in enumerate(self.slots.parameters):
+            if parameter.grad is not None and not self.countdown.reached[index]:
+                self._take(index, parameter.grad)  # of a backward within forward
         if not self._allow_unused:
             check_all_reached(self.countdown, buckets, self.slots.parameters)
 

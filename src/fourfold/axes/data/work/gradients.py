@@ -45,8 +45,15 @@ class Gradients(Protocol):
         """Record that a bucket's sum is there."""
         ...
 
+    def check_untouched(self) -> None:
+        """Raise TrainingError naming a parameter that has a gradient before the first backward of the step."""
+        ...
+
     def check_all_reached(self, buckets: Sequence[int]) -> None:
-        """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
+        """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached.
+
+        What a backward within forward has given them is their gradient.
+        """
         ...
 
     def local_grads(self, bucket: int) -> list[Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.axes.data.work.countdown import Countdown, check_all_reached
+from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
 from fourfold.comm.meter import CommMeter
 from fourfold.optim.flat_optimizer import UpdateSlice
 from fourfold.torch_kit.grad_checks import check_dense, raise_grad_cleared, raise_second_grad
@@ -88,8 +88,15 @@ class UnbucketedGrads:
         """Record that a bucket's sum is there."""
         self._meter.recorder.instant(bucket, DONE_EVENT)
 
+    def check_untouched(self) -> None:
+        """Raise TrainingError naming a parameter that has a gradient before the first backward of the step."""
+        check_untouched(self.countdown, self._all_parameters)
+
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
+        for index, parameter in enumerate(self._all_parameters):
+            if parameter.grad is not None:  # perhaps of a backward within forward
+                self.countdown.reached[index] = True
         for param_index in [index for index in self._earlier if self.countdown.bucket_of[index] in buckets]:
             self._add_earlier(param_index)  # the last backward has not reached it
         if not self._allow_unused:
