@@ -144,6 +144,22 @@ def test_backward_is_that_of_one_device(kind, fields):
             torch.testing.assert_close(got.state[name], wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
+@pytest.mark.parametrize("fields", [{"pp": 2, "microbatches": 2}, INTERLEAVED], ids=str)
+def test_a_backward_hook_of_all_modules_sees_the_gradients_of_one_device(fields):
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (inputs[0] / 2 + outputs[0] / 4,) if isinstance(module, Block) else None
+
+    handle = nn.modules.module.register_module_full_backward_hook(hook)
+    try:
+        expected, found = alone(Net), threads.run(2, functools.partial(divided, Net, fields))
+    finally:
+        handle.remove()
+        # torch keeps in a global whether hooks are full ones, and would refuse others from now on.
+        nn.modules.module._global_is_full_backward_hook = None
+    for got in found:
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(("kind", "microbatches", "got"), [
     (Around, 1, r"a full backward hook of blocks, whose forward several stages share"),
     (Normalized, 2, r"a hook of blocks\.0\.up\.weight, blocks\.1\.up\.weight that is not additive"),

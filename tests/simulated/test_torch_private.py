@@ -165,12 +165,15 @@ def test_hooks_of_a_tensor_are_listed():
 
 def test_full_backward_hooks_of_a_module_are_listed():
     def hook(module, grad_inputs, grad_outputs):
-        return None
+        raise AssertionError("called")
 
     module = torch.nn.Linear(2, 2)
     assert private.full_backward_hooks(module) == []
     handle = module.register_full_backward_hook(hook)
-    assert private.full_backward_hooks(module) == [hook]
+    assert private.full_backward_hooks(module) == private.called_backward_hooks(module) == [hook]
+    vars(module)[private.BACKWARD_HOOKS_OF_CALL] = lambda: ([], [])
+    module(torch.ones(1, 2)).sum().backward()
+    del vars(module)[private.BACKWARD_HOOKS_OF_CALL]
     handle.remove()
     assert private.full_backward_hooks(module) == []
 

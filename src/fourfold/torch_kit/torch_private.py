@@ -95,6 +95,15 @@ def full_backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._backward_hooks.values()) if module._is_full_backward_hook else []
 
 
+def called_backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The full backward hooks that torch sets up around a call: those, and before them the ones of all modules."""
+    return list(type(module)._get_backward_hooks(module)[0])
+
+
+BACKWARD_HOOKS_OF_CALL = "_get_backward_hooks"
+"""The method that a call asks for its full hooks and its other ones; it may be an attribute of the module."""
+
+
 def post_accumulate_hooks(parameter: Tensor) -> OrderedDict[int, Callable[[Tensor], None]] | None:
     """The hooks of `register_post_accumulate_grad_hook` by handle id; None before the first one."""
     return parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]

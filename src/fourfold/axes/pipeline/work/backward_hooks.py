@@ -1,28 +1,27 @@
-"""Full backward hooks of modules, in a model that is divided into stages.
+"""Full backward hooks, of one module or of all, in a model that is divided into stages.
 
 Law: such a hook runs on the stage that runs the module's forward, with the gradients of what this returned.
 
 torch sets these hooks up around a module's call, of which a stage leaves the one of its last block before that.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from fourfold.axes.pipeline.work.replaced import Replacements
-from fourfold.torch_kit.torch_private import full_backward_hooks
+from fourfold.torch_kit.torch_private import BACKWARD_HOOKS_OF_CALL, called_backward_hooks
 
 
 def without_hooks(module: nn.Module) -> Replacements:
     """What to replace in a module so that its hooks do not run."""
-    return [(vars(module), "_backward_hooks", OrderedDict())] if full_backward_hooks(module) else []
+    return [(vars(module), BACKWARD_HOOKS_OF_CALL, lambda: ([], []))] if called_backward_hooks(module) else []
 
 
 def hooks_inside(module: nn.Module) -> Replacements:
     """What to replace in a module so that its hooks are set up around its `forward`, not around its call."""
-    hooks, inner = full_backward_hooks(module), module.forward
+    hooks, inner = called_backward_hooks(module), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hook = BackwardHook(module, hooks, [])
