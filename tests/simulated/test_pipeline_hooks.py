@@ -94,6 +94,12 @@ class Between(Net):
         return x
 
 
+class FrozenBetween(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 0.5), requires_grad=False)
+
+
 class Storing(Net):
     """Hooks of the blocks write into a dict of the model, which the loss reads."""
 
@@ -133,6 +139,7 @@ INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatche
     (Hooked, {"pp": 2, "microbatches": 2, "recompute": "full"}),
     (Hooked, INTERLEAVED),
     (Between, INTERLEAVED),
+    (FrozenBetween, INTERLEAVED),
     (Storing, {"pp": 2, "microbatches": 2}),
     (NormalizedBlocks, {"pp": 2, "batch_norm": "sync"}),
 ], ids=str)  # fmt: skip

@@ -109,7 +109,8 @@ def _differentiate(step: StepState, action: Action, taking: AbstractContextManag
 def _begin_backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch come now."""
     stage = step.stage(action.stage)
-    if step.parts.objective.is_batch_split:
+    # The first place of a pipeline is sent gradients of tied weights.
+    if step.parts.objective.is_batch_split and step.parts.num_places == 1:
         stage.gradients.check_untouched()
     stage.rounds.begin_backward(stage.gradients, stage.buckets_of(action.stage), action.index, step.last_nonempty)
 

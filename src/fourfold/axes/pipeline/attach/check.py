@@ -260,7 +260,8 @@ class PipelineCheck:
         for name, like in self._divided.skeleton.named_parameters(remove_duplicate=False):
             path, _, key = name.rpartition(".")
             is_dropped = own_parameters(model.get_submodule(path)).get(key, like) is None
-            if is_dropped or (like.requires_grad and stages.stage_of(name) != stage):
+            is_sent = like.requires_grad or name in stages.chain.own
+            if is_dropped or (is_sent and stages.stage_of(name) != stage):
                 found[name] = like
         return found
 
