@@ -1,5 +1,6 @@
 """Laws of plan checks: which combinations of fields and sizes are legal, decided without torch."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -8,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.check import codec_problems, combination_problems, layerwise_problems, size_problems, sync_problems
+from fourfold.plan.check import (
+    batch_norm_problems,
+    codec_problems,
+    combination_problems,
+    layerwise_problems,
+    size_problems,
+    sync_problems,
+)
+from fourfold.plan.model_traits import ModelTraits, trait_problems
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELD_RULES
 
@@ -79,3 +88,11 @@ def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ran
 def test_zero_update_and_unused_combine_freely_except_with_in_backward(fields):
     problems = combination_problems(Plan(dp=2, **fields), clip=1.0)
     assert len(problems) == (fields["update"] == "in_backward") * (1 + (fields["unused"] == "allow"))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_tried_for_batch_normalization_is_not_refused_in_turn(microbatches):
+    plan = Plan(dp=2, microbatches=microbatches)
+    (problem,) = trait_problems(vars(plan), plan.batch_split, ModelTraits(batch_norms=("norm",)))
+    is_refused = bool(batch_norm_problems(dataclasses.replace(plan, batch_norm="sync")))
+    assert ("with microbatches = 1" in problem.attempt) == is_refused

@@ -189,8 +189,9 @@ def _unknown_key(key: str, text: str, arguments: Mapping[str, Field]) -> Problem
     if (place := place_of_setting(key, known)) is not None:
         return Problem(f"{key} = {text}", "a known setting", place)
     close = closest_match(key, known)
-    every = [*(f"{name}=…" for name in dict.fromkeys([*arguments, *SETTINGS])), "or a field of the plan"]
-    return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else ", ".join(every))
+    own = "".join(f"{name}=…, " for name in arguments)
+    pages = "fourfold train --help for the settings, or fourfold show --help for the fields of a plan"
+    return Problem(f"{key} = {text}", "a known setting", f"{close}={text}" if close else f"{own}{pages}")
 
 
 def argument_types(function: Callable[..., Any]) -> dict[str, Field]:

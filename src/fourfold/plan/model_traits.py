@@ -43,7 +43,8 @@ def trait_problems(values: Mapping[str, Any], split: BatchSplit, traits: ModelTr
     problems, parts = _embedding_problems(values["precision"], split, traits), split.num_parts
     if traits.batch_norms and values["batch_norm"] == "error" and parts > 1:
         need = f"no statistics over a batch that is split into {parts} parts"
-        attempt = f'{SYNC}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
+        whole = SYNC if split.num_microbatches == 1 else f"{SYNC} with microbatches = 1"
+        attempt = f'{whole}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
         problems.append(Problem(f"batch normalization at {_listed(traits.batch_norms)}", need, attempt))
     if traits.own_group_norms and values["batch_norm"] == "sync":
         got = f"{SYNC} and its own process group at {_listed(traits.own_group_norms)}"

@@ -75,8 +75,9 @@ _WORDS_OF_OTHERS = {
 SYNONYMS = {other: ours for ours, others in _WORDS_OF_OTHERS.items() for other in others.split()}
 """By the word of another framework: ours, the likeliest first."""
 _PLACES_OF_OTHERS = {
-    "-n N, the number of processes": "gpus num_gpus n_gpus devices num_devices world_size nproc nproc_per_node "
+    "-n N, the number of processes": "n np gpus num_gpus n_gpus devices num_devices world_size nproc nproc_per_node "
     "num_processes processes ranks num_ranks",
+    "CUDA_VISIBLE_DEVICES= to hide GPUs, which are used where there are some": "device accelerator cuda gpu use_cuda",
     "a launcher that starts processes on each node": "nodes num_nodes nnodes",
     "the optimizer of the task": "lr learning_rate weight_decay wd momentum betas beta1 beta2 eps optimizer optim "
     "adam_beta1 adam_beta2 adam_epsilon",
