@@ -3,8 +3,10 @@
 import functools
 import io
 import operator
+import os
 import pickle
 import random
+import signal
 import threading
 
 import numpy as np
@@ -19,7 +21,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
 from fourfold.feed.position import Position
 from fourfold.feed.transform import Transformed
-from fourfold.words.errors import DataError
+from fourfold.words.errors import DataError, TrainingError
 
 NUM_SAMPLES = 23
 SOURCE = [(torch.full((3,), float(number)), number) for number in range(NUM_SAMPLES)]
@@ -236,3 +238,21 @@ def test_images_are_decoded_and_augmented(tmp_path):
 def test_a_file_of_a_transform_that_does_not_exist_is_said():
     with pytest.raises(DataError, match=r"transform = nowhere\.py:f: no file nowhere\.py"):
         list(ff.Feed([(torch.zeros(1), 0)], batch_size=1, transform="nowhere.py:f"))
+
+
+class Killed:
+    """The worker that reads sample 7 is killed, as the kernel does for want of memory."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 7 and torch.utils.data.get_worker_info():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(2), 0
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal():
+    loader = DataLoader(Killed(), batch_size=5, num_workers=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TrainingError, match=r"a worker of the DataLoader that was killed by SIGKILL .* fewer workers"):
+        by_sample(Feed.single_rank(loader, seed=3))

@@ -43,6 +43,10 @@ def test_a_run_under_torchrun_prints_as_one_rank_does_and_writes_a_trace_and_a_r
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["report", "first"])
     assert capfd.readouterr().out.strip() == "runs/first/report.html"
+    (folder / "faults.jsonl").mkdir()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["report", "first"])
+    assert "faults.jsonl: is a directory   need files of a run that can be read" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -312,5 +312,10 @@ def report(words: Sequence[str]) -> int:
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
-    print_text(str(write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])))
+    try:
+        page = write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])
+    except OSError as error:
+        got = f"{error.filename}: {os_error_text(error)}"
+        raise SettingError(Problem(got, "files of a run that can be read"), where="fourfold report") from None
+    print_text(str(page))
     return 0

@@ -9,6 +9,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from fourfold.feed.sample_rng import seed_generators
 from fourfold.feed.transform import in_epoch
 from fourfold.torch_kit.torch_private import ExceptionWrapper
 from fourfold.words.error_notes import noting, outer_traceback
-from fourfold.words.errors import FourfoldError
+from fourfold.words.errors import FourfoldError, Problem, TrainingError
 from fourfold.words.task import Source
 
 _END = object()
@@ -127,15 +128,34 @@ def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
     before = multiprocessing.active_children()
     get_temp_dir()  # the folder of the workers' sockets: this process removes it, as a worker that is killed does not
     batches = iter(loader)
-    _workers.update(process for process in multiprocessing.active_children() if process not in before)
+    own = [process for process in multiprocessing.active_children() if process not in before]
+    _workers.update(own)
     while True:
         with noting("in a worker of the DataLoader"):  # whose lines are in the message
-            batch = next(batches, _END)
+            try:
+                batch = next(batches, _END)
+            except RuntimeError:
+                if (dead := _dead_worker_error(own)) is not None:
+                    raise dead from None
+                raise
         if batch is _END:
             return
         if isinstance(batch, _Refused):
             raise batch.error
         yield batch
+
+
+def _dead_worker_error(workers: Iterable[Any]) -> TrainingError | None:
+    """Why a worker is not there any more; None: all are, or have ended as they should."""
+    code = next((process.exitcode for process in workers if process.exitcode), None)
+    if code is None:
+        return None
+    got = f"a worker of the DataLoader that ended with exit code {code}"
+    attempt = "the data without workers (num_workers=0), which shows the error"
+    if code < 0:
+        got = f"a worker of the DataLoader that was killed by {signal.Signals(-code).name}"
+        attempt = "fewer workers or a smaller prefetch_factor, if the kernel killed it for want of memory (see dmesg)"
+    return TrainingError(Problem(got, "workers that live as long as training", attempt), where="the data")
 
 
 def refused(error: Exception) -> Any:
