@@ -137,8 +137,18 @@ def with_a_penalty(logits: Tensor, targets: Tensor) -> Tensor:
     return ff.losses.cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square()
 
 
+def in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    return softmax(logits.mul_(0.5), targets)
+
+
 # The loss, and how often each forward gathers the logits.
-LOSSES = {"ours": (lm.loss, 0), "torch's": (torchs, 0), "softmax": (softmax, 1), "with a penalty": (with_a_penalty, 1)}
+LOSSES = {
+    "ours": (lm.loss, 0),
+    "torch's": (torchs, 0),
+    "softmax": (softmax, 1),
+    "with a penalty": (with_a_penalty, 1),
+    "in place": (in_place, 1),
+}
 CASES = [
     ("ours", {"tp": 4}),
     ("ours", {"tp": 2, "microbatches": 3}),  # of two samples: one microbatch is empty
@@ -173,7 +183,7 @@ def test_every_loss_trains_as_on_one_device(name, fields, model, without_dry_run
 
 @pytest.mark.parametrize("model", [lm.LanguageModel, Checkpointed])
 @pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "cp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["ours", "torch's", "softmax"])
+@pytest.mark.parametrize("name", ["ours", "torch's", "softmax", "in place"])
 def test_the_dry_run_takes_every_loss(name, fields, model):
     plan, (loss, _) = Plan(**fields, bucket_bytes=8000), LOSSES[name]
     batches = tokens(2)

@@ -99,7 +99,7 @@ def _observe_loss(
     outputs = tree_map(outputs, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t)
     wide = contextlib.nullcontext() if dtype is None else Float64Mode(new_tensors=True)
     with wide, WidenOperandsMode({}, dtype) as operands, intercept_attention(AttentionCall.run_sdpa, observer=observe):
-        value = loss(outputs, targets)
+        value = loss(tree_map(outputs, torch.clone), targets)  # it may write into them
     numbers = [t.dtype.itemsize for t in tree_leaves((outputs, value)) if t.is_floating_point()]
     tolerance = TOLERANCE[min([*numbers, operands.min_itemsize])]
     if isinstance(value, Tensor) and value.dim() == 0:

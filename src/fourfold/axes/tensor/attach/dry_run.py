@@ -98,6 +98,11 @@ class Run(NamedTuple):
     draws: Sequence[Draw]
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    """A tensor that a loss may write into, split over tensor ranks as this one is: outputs are compared too."""
+    return tensor * 1 if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
 class Later(NamedTuple):
     """What a second forward returns, and the buffers behind it: they show what the first one has kept."""
 
@@ -207,7 +212,7 @@ class TensorDryRun:
         with preserve_module(self._model), swapped_state(self._model, weights):
             for module, other in zip(self._model.modules(), ran.modules(), strict=True):
                 vars(module).update({k: v for k, v in vars(other).items() if k not in MODULE_ATTRIBUTES})
-            return list(tree_leaves(self._loss(run.returned, batch[1])))
+            return list(tree_leaves(self._loss(tree_map(run.returned, _copied), batch[1])))
 
     def _forward_again(self, model: nn.Module, batch: Any) -> Later:
         """With gradients, which the model's own forward may take."""
