@@ -1,6 +1,7 @@
 """Hooks and attributes in the backward of a divided model: as on one device, or refused by name."""
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ class Between(Net):
         return x
 
 
+class OldWeightNorm(Net):
+    """torch computes the weights in hooks, and keeps them as tensors with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            for block in self.blocks:
+                nn.utils.weight_norm(block.up)
+
+
 class FrozenBetween(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +151,7 @@ INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatche
     (Hooked, INTERLEAVED),
     (Between, INTERLEAVED),
     (FrozenBetween, INTERLEAVED),
+    (OldWeightNorm, INTERLEAVED),
     (Storing, {"pp": 2, "microbatches": 2}),
     (NormalizedBlocks, {"pp": 2, "batch_norm": "sync"}),
 ], ids=str)  # fmt: skip

@@ -96,6 +96,18 @@ def test_a_correct_training_passes(kind, plan):
     assert not verdict.randomness
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_compute_are_copied():
+    def model() -> nn.Module:
+        net = Net("plain")
+        nn.utils.weight_norm(net.second)
+        return net
+
+    verdict = verify(task(model=model), Plan())
+    assert verdict is not None
+    assert verdict.max_deviation <= TOLERANCE
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_complex_parameters_are_compared_in_complex128(plan):
     seen = set()

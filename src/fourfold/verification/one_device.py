@@ -6,7 +6,6 @@ Law: nothing of the mesh takes part. What the model draws here changes no genera
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
+from fourfold.torch_kit.model_copy import deep_copy
 from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.torch_kit.torch_private import DropoutBase, post_accumulate_hooks, tensor_hooks
@@ -245,7 +245,7 @@ def copied(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, Opt
 def copy_with_hooks(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, OptimizerSource]:
     """A copy of a model with the hooks of its parameters, which torch omits, and of an optimizer that has these."""
     is_given = isinstance(optimizer, Optimizer)
-    copies = copy.deepcopy((model, optimizer)) if is_given else (copy.deepcopy(model), optimizer)
+    copies = deep_copy((model, optimizer), model) if is_given else (deep_copy(model, model), optimizer)
     for own, new in zip(model.parameters(), copies[0].parameters(), strict=True):
         for hook in tensor_hooks(own) if new.requires_grad else ():
             new.register_hook(hook)

@@ -5,7 +5,6 @@ Each weight is a random vector, of which the rows of the weight are windows: row
 Law: all ranks make the same skeleton. Its modules are copies, its buffers too; the model's own are not touched.
 """
 
-import copy
 import math
 import zlib
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.proof.random_weights import SEED
 from fourfold.torch_kit import mixed_precision
+from fourfold.torch_kit.model_copy import deep_copy
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -32,7 +32,7 @@ def make_skeleton(model: nn.Module, precision: str, shared: Iterable[object] = (
             dtype = getattr(torch, COMPUTE_FORMATS[precision].dtype)
         memo[id(p)] = nn.Parameter(_windows(name, p, dtype), requires_grad=p.requires_grad)
     try:
-        skeleton = copy.deepcopy(model, memo)
+        skeleton = deep_copy(model, model, memo)
     except Exception as error:  # whatever the model's attributes raise
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         got = f"pp > 1 and a model that cannot be copied: {text}"

@@ -4,7 +4,6 @@ structure  the modules of the whole model, with parameters on the meta device: t
 Law: all ranks draw the same weights, each from a seed of its own name, and a rank's shards are parts of them.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ from fourfold.axes.tensor.work.cut import local_part
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.checks import CheckUnavailable
 from fourfold.proof.random_weights import cast_real, draw_weight
+from fourfold.torch_kit.model_copy import deep_copy
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -24,7 +24,7 @@ def copy_structure(model: nn.Module) -> nn.Module:
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     try:
-        return copy.deepcopy(model, memo)
+        return deep_copy(model, model, memo)
     except Exception as error:  # whatever the model's attributes raise
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         got = f"tp > 1 and a model that cannot be copied: {text}"
