@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.feed import unpacked
 from fourfold.feed.feed import Feed
 from fourfold.feed.rows import sql as sql_module
 from fourfold.feed.rows.source import RowSource, open_index, row_digest
@@ -160,6 +162,22 @@ def test_an_epoch_of_a_feed_has_every_row_once_on_any_number_of_ranks(place):
     source = open_source(place, place.make())
     batches = [labels for _, labels in Feed(source, batch_size=4, seed=3)]
     assert sorted(torch.cat(batches).tolist()) == sorted(source[i][1] for i in range(NUM_ROWS))
+
+
+def test_opening_holds_few_rows_at_once_and_a_batch_no_more_than_fit(place, monkeypatch):
+    table, size = f"samples_{next(names)}", 2**20
+    place.run(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, volume {place.binary})")
+    place.run(f"INSERT INTO {table} VALUES (?, ?)", [(n, bytes([n]) * size) for n in range(80)])
+    tracemalloc.start()
+    try:
+        source = sql(place.url, f"SELECT * FROM {table}", key="id")
+        assert tracemalloc.get_traced_memory()[1] < 8 * size
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 10 * size)
+    assert source.fetch(range(10))["volume"][:, -1].tolist() == [*range(10)]
+    with pytest.raises(DataError, match=r"a batch of 11 rows or more of 11\d* bytes.* need a batch that fits"):
+        source.fetch(range(20))
 
 
 def test_rows_that_change_or_go_are_named_and_others_can_be_read(place):

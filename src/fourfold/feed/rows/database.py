@@ -4,15 +4,15 @@ row     the values of a query's columns, or of a document's fields
 key     a column that is different in each row
 binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
 type    of a column: that of most of its values; in SQLite and MongoDB, rows may have values of others
-Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. The batch of some rows is the stack
-of their samples. Nothing is unpickled.
+Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. Both hold few rows at once, however
+many they give: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
 import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Database(Protocol):
         """All rows, in the order of the key, of one snapshot."""
         ...
 
-    def rows(self, keys: Sequence[Any]) -> list[Row]:
+    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
         """The rows with these keys, in any order."""
         ...
 
@@ -153,12 +153,14 @@ class Columns:
         self._arrays = _array_forms(arrays)
         self._types = dict[str, type]()
 
-    def learn_types(self, rows: Sequence[Row]) -> None:
+    def learn_types(self, rows: Iterable[Row]) -> None:
         """Take the types of the columns from some rows: a value of another type is damage."""
-        for name, place in self._places.items():
-            counts = Counter(_type(row[place]) for row in rows if row[place] is not None)
-            if counts:
-                self._types[name] = counts.most_common(1)[0][0]
+        counts = {name: Counter[type]() for name in self._places}
+        for row in rows:
+            for name, place in self._places.items():
+                if row[place] is not None:
+                    counts[name][_type(row[place])] += 1
+        self._types = {name: each.most_common(1)[0][0] for name, each in counts.items() if each}
 
     def _check_names(self, arrays: Mapping[str, Any]) -> None:
         problems = []

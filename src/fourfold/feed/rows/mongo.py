@@ -6,6 +6,7 @@ Law: nothing is written: a pipeline with $out or $merge is rejected.
 """
 
 import importlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from fourfold.words.errors import DataError, Problem
 
 INSTALL = "pip install 'fourfold[mongo]'"
 TIMEOUT_MS = 10_000
+ROWS_TOGETHER = 8  # whose files of GridFS are read by one query
 WRITING_STAGES = ("$out", "$merge")
 OBJECT_ID = re.compile("[0-9a-f]{24}")
 
@@ -119,9 +121,11 @@ class MongoDatabase:
         for document in documents:
             yield self._rows([document])[0]
 
-    def rows(self, keys: Sequence[Any]) -> list[Row]:
+    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
         wanted = [each for key in keys for each in self._as_stored(key)]
-        return self._rows(list(self._aggregate([*self._pipeline, {"$match": {self._key: {"$in": wanted}}}])))
+        documents = iter(self._aggregate([*self._pipeline, {"$match": {self._key: {"$in": wanted}}}]))
+        while some := list(itertools.islice(documents, ROWS_TOGETHER)):
+            yield from self._rows(some)
 
     def disconnect(self) -> None:
         self._connections.close()

@@ -27,6 +27,7 @@ from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.feed.rows.database import Columns, Database, Row, retried
 from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, Result
+from fourfold.feed.unpacked import check_fits
 from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
@@ -196,7 +197,8 @@ class RowSource:
         with temporary_folder() if index is None else contextlib.nullcontext(Path(index)) as folder:
             self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
         some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
-        columns.learn_types(self._query([each.key for each in self._index.rows(list(dict.fromkeys(some)))]))
+        keys = [each.key for each in self._index.rows(list(dict.fromkeys(some)))]
+        self._retry(lambda: columns.learn_types(database.rows(keys)))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -233,7 +235,7 @@ class RowSource:
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """The rows of these samples. Raises DamagedSample for one that is not as it was."""
         indexed, place = self._index.rows(numbers), self._columns.key_place
-        by_key = {row[place]: row for row in self._query([each.key for each in indexed])}
+        by_key = {row[place]: row for row in self._retry(lambda: self._batch([each.key for each in indexed]))}
         found = []
         for key, digest in indexed:
             row = by_key.get(key)
@@ -243,8 +245,18 @@ class RowSource:
             found.append(row)
         return found
 
-    def _query(self, keys: Sequence[Any]) -> list[Row]:
-        return self._retry(lambda: self._database.rows(keys))
+    def _batch(self, keys: Sequence[Any]) -> list[Row]:
+        """The rows with these keys. Raises DataError once they are more than memory has room for."""
+        rows, num_bytes = list[Row](), 0
+        for row in self._database.rows(keys):
+            rows.append(row)
+            num_bytes += sum(len(value) for value in row if isinstance(value, bytes | str))
+            try:
+                check_fits(num_bytes, f"a batch of {len(rows)} rows or more")
+            except ValueError as error:
+                problem = Problem(str(error), "a batch that fits", "a smaller batch_size")
+                raise DataError(problem, where=self._database.url) from None
+        return rows
 
     def _retry(self, read: Callable[[], Result]) -> Result:
         return retried(self._database, read, self._backoff)

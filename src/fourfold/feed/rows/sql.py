@@ -58,7 +58,6 @@ def sql(
 # ---- databases -------------------------------------------------------------------------------------------------------
 
 
-SCAN_ROWS = 1000
 MAX_SQLITE_KEYS = 500  # 999 parameters is the limit of old versions
 # Of SQL: what is quoted, where no character means anything; blanks and comments; and every other character. What has no
 # end goes on to that of the query.
@@ -122,17 +121,14 @@ class _SqliteDatabase:
 
     def scan(self) -> Iterator[Row]:
         cursor = self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
-        while rows := cursor.fetchmany(SCAN_ROWS):
-            yield from rows
+        yield from iter(cursor.fetchone, None)
 
-    def rows(self, keys: Sequence[Any]) -> list[Row]:
-        found: list[Row] = []
+    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
         for start in range(0, len(keys), MAX_SQLITE_KEYS):
             some = list(keys[start : start + MAX_SQLITE_KEYS])
             marks = ", ".join("?" * len(some))
             text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
-            found += self._connection().execute(text, some).fetchall()
-        return found
+            yield from iter(self._connection().execute(text, some).fetchone, None)
 
     def disconnect(self) -> None:
         self._connections.close()
@@ -191,14 +187,15 @@ class _PostgresDatabase:
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
 
     def scan(self) -> Iterator[Row]:
-        connection = self._connection()
-        with connection.transaction(), connection.cursor(name="fourfold_scan", binary=True) as cursor:
-            cursor.itersize = SCAN_ROWS
-            yield from cursor.execute(f"SELECT * FROM {self._source} ORDER BY {self._key}", ())
+        yield from self._stream(f"SELECT * FROM {self._source} ORDER BY {self._key}", ())
 
-    def rows(self, keys: Sequence[Any]) -> list[Row]:
-        with self._connection().cursor(binary=True) as cursor:
-            return cursor.execute(f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)", [list(keys)]).fetchall()
+    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
+        yield from self._stream(f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)", [list(keys)])
+
+    def _stream(self, text: str, parameters: Sequence[Any]) -> Iterator[Row]:
+        """The rows of one statement, as they arrive: a cursor of the server would send a number of them at once."""
+        with self._connection().cursor() as cursor:
+            yield from cursor.stream(text, parameters, binary=True)
 
     def disconnect(self) -> None:
         self._connections.close()
