@@ -573,6 +573,63 @@ def mds_of_zeros(folder: Path) -> None:
         path.write_bytes(zstandard.compress(bytes(2**26)))
 
 
+def example(kind: bytes, content: bytes) -> bytes:
+    """An Example with one feature, a list of a kind."""
+    return message(b"\x0a", message(b"\x0a", b"\x0a\x01x" + message(b"\x12", message(kind, content))))
+
+
+def write_record(folder: Path, body: bytes) -> None:
+    """A record; its zeros take no room on the disk."""
+    length = struct.pack("<Q", len(body))
+    with (folder / "x.tfrecord").open("wb") as file:
+        file.write(length + struct.pack("<I", masked_crc32c(length)) + body.rstrip(b"\0"))
+        file.seek(len(length) + 4 + len(body))
+        file.write(struct.pack("<I", masked_crc32c(body)))
+
+
+def record_of_small_numbers(folder: Path) -> None:
+    write_record(folder, example(b"\x1a", message(b"\x0a", bytes(5 * 2**20))))
+
+
+def record_of_features(folder: Path) -> None:
+    entries = (message(b"\x0a", message(b"\x0a", b"%x" % i) + b"\x12\x02\x1a\x00") for i in range(53_000))
+    write_record(folder, message(b"\x0a", b"".join(entries)))
+
+
+EMPTY_LISTS = b'{"x":[' + b"[]," * 180_000 + b"[]]}"
+UNEVEN_LISTS = b'{"x":[' + b"[1],[1,2]," * 2**15 + b"[]]}"
+ONE_EMOJI = b'{"x":"' + b"a" * 2**23 + "\U0001f600".encode() + b'"}'
+
+
+def json_in_mds(folder: Path, text: bytes) -> None:
+    content = struct.pack("<4I", 1, 12, 16 + len(text), len(text)) + text
+    packed = zstandard.compress(content)
+    (folder / "x.zstd").write_bytes(packed)
+    shard = {
+        "column_names": ["x"],
+        "column_encodings": ["json"],
+        "column_sizes": [None],
+        "compression": "zstd",
+        "format": "mds",
+        "raw_data": {"basename": "x", "bytes": len(content)},
+        "samples": 1,
+        "version": 2,
+        "zip_data": {"basename": "x.zstd", "bytes": len(packed)},
+    }
+    (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+
+
+def json_in_tar(folder: Path) -> None:
+    with tarfile.open(folder / "x.tar", "w") as archive:
+        info = tarfile.TarInfo("a.json")
+        info.size = len(EMPTY_LISTS)
+        archive.addfile(info, io.BytesIO(EMPTY_LISTS))
+
+
+def json_line(folder: Path) -> None:
+    (folder / "x.jsonl").write_bytes(EMPTY_LISTS + b"\n")
+
+
 BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a .npz": (npz_of_zeros, "x.npz", "arrays of 67108992 bytes, and memory of 32.0 MiB for each rank"),
     "rows of a .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
@@ -598,6 +655,25 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),
     "a tile of an image": (image_of_one_large_tile, "", "2000 × 2000 pixels of 128000000 bytes"),
     "what a chunk unpacks to": (chunk_of_more_than_it_has, "", "a chunk that unpacks to more than 12 bytes"),
+    "small numbers of a record": (record_of_small_numbers, "", "5242880 numbers of 41943040 bytes"),
+    "features of a record": (record_of_features, "", "[0-9]+ features of [0-9]+ bytes"),
+    "JSON in a shard": (
+        lambda folder: json_in_mds(folder, EMPTY_LISTS),
+        "",
+        "the values of a JSON text of 3[0-9]{7} b",
+    ),
+    "uneven lists of JSON": (
+        lambda folder: json_in_mds(folder, UNEVEN_LISTS),
+        "",
+        "the lists of a JSON text of 4[0-9]{7}",
+    ),
+    "text of JSON": (
+        lambda folder: json_in_mds(folder, ONE_EMOJI),
+        "",
+        "the values of a JSON text of 335[0-9]{5} bytes",
+    ),
+    "JSON in a tar": (json_in_tar, "", "the values of a JSON text of [0-9]{8} bytes"),
+    "a line of JSON": (json_line, "", "the values of a JSON text of [0-9]{8} bytes"),
     "an image": (image_of_one_color, "", "2000 × 2000 pixels of 128000000 bytes"),
 }
 
@@ -615,27 +691,33 @@ def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb:
 
 
 def test_numbers_of_an_example_take_memory_in_proportion_to_them():
-    def example(*parts: bytes) -> bytes:
-        content = b"\x0a\x01x" + message(b"\x12", message(b"\x1a", b"".join(parts)))  # a key, and its Int64List
-        return message(b"\x0a", message(b"\x0a", content))
+    def numbers(*parts: bytes) -> bytes:
+        return example(b"\x1a", b"".join(parts))
 
     count = 50_000
     tracemalloc.start()
     try:
-        found = parse_example(example(b"\x08\x07" * count))["x"]
+        found = parse_example(numbers(b"\x08\x07" * count))["x"]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert found.tolist() == [7] * count
     assert peak < 80 * count
-    assert parse_example(example(b"\x0a\x02\x81\x01", b"\x08" + b"\xff" * 9 + b"\x01"))["x"].tolist() == [129, -1]
+    assert parse_example(numbers(b"\x0a\x02\x81\x01", b"\x08" + b"\xff" * 9 + b"\x01"))["x"].tolist() == [129, -1]
     with pytest.raises(ValueError, match="cut off"):  # though the next part would go on with it
-        parse_example(example(b"\x0a\x01\x81", b"\x0a\x01\x01"))
+        parse_example(numbers(b"\x0a\x01\x81", b"\x0a\x01\x01"))
 
 
 def message(tag: bytes, content: bytes) -> bytes:
     size = len(content)
-    return tag + bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14]) + content
+    return tag + bytes([*(size >> shift & 0x7F | 0x80 for shift in (0, 7, 14)), size >> 21]) + content
+
+
+def test_short_values_of_an_example_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 6_000)
+    assert parse_example(example(b"\x0a", message(b"\x0a", b"ab") * 80))["x"] == [b"ab"] * 80
+    with pytest.raises(ValueError, match="100 values of 7100 bytes"):
+        parse_example(example(b"\x0a", message(b"\x0a", b"ab") * 100))
 
 
 def test_a_table_of_many_columns_is_read_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,13 @@
 """Unpacked: what takes more memory than its file, such as a compressed shard, and how much of it there may be.
 
-part   what is unpacked at once: a file, a shard, a row group
+part   what is unpacked at once: a file, a shard, a row group; a JSON text
 share  of a rank: the memory of this host, divided by its ranks
 Law: nothing is unpacked that is larger than the share, however little of the disk it takes; of what is held, the least
 recently used goes first.
 """
 
 import functools
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -17,6 +18,8 @@ from fourfold.environment.world import from_environment
 from fourfold.words.units import format_bytes
 
 MAX_HELD = 4
+# Of Python's objects at most, each with its place in a list or dict that grows: measured with CPython 3.11.
+VALUE_BYTES, KEY_BYTES, DICT_BYTES = 96, 96, 128
 T = TypeVar("T")
 
 
@@ -33,6 +36,16 @@ def check_fits(num_bytes: int, what: str) -> None:
     if num_bytes > share_bytes():
         share = format_bytes(share_bytes())
         raise ValueError(f"{what} of {num_bytes} bytes, and memory of {share} for each rank of this host")
+
+
+def load_json(content: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError if it is none, or if its objects may be larger than the share."""
+    marks = (",", "[", "{", ":") if isinstance(content, str) else (b",", b"[", b"{", b":")
+    commas, lists, dicts, keys = map(content.count, marks)  # type: ignore[arg-type]
+    text = len(content) * (1 if content.isascii() else 4)  # one emoji in a text makes it so large
+    objects = VALUE_BYTES * (commas + lists + dicts) + DICT_BYTES * dicts + KEY_BYTES * keys
+    check_fits(text + objects, "the values of a JSON text")
+    return json.loads(content)
 
 
 class Unpacked(Generic[T]):

@@ -9,7 +9,6 @@ import codecs
 import csv
 import functools
 import io
-import json
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from itertools import accumulate
 from typing import Any, BinaryIO
 
 from fourfold.feed.files.listing import Listing
-from fourfold.feed.unpacked import share_bytes
+from fourfold.feed.unpacked import load_json, share_bytes
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
@@ -91,7 +90,7 @@ def open_jsonl(listing: Listing) -> LineSource:
 
 
 def _parse_object(line: str) -> Any:
-    value = json.loads(line)
+    value = load_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__}, not an object")
     return value

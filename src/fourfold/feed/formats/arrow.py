@@ -27,7 +27,7 @@ import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.pack.schema import EncodedImage
-from fourfold.feed.unpacked import Unpacked, check_fits, share_bytes
+from fourfold.feed.unpacked import Unpacked, check_fits, load_json, share_bytes
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -53,7 +53,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if size > MAX_STATE_BYTES:
         raise DataError(Problem(f"{path} of {size} bytes", f"at most {MAX_STATE_BYTES}"), where=str(path))
     try:
-        entries = json.loads(path.read_bytes())["_data_files"]
+        entries = load_json(path.read_bytes())["_data_files"]
         if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
             raise ValueError("no list of files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

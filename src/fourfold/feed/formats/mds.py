@@ -16,7 +16,6 @@ import bz2
 import gzip
 import io
 import itertools
-import json
 import math
 import os
 import struct
@@ -29,7 +28,7 @@ import numpy as np
 from fourfold.feed.formats.positioned import PositionedFiles, file_size
 from fourfold.feed.formats.source import parse_json, stackable
 from fourfold.feed.pack.schema import EncodedImage
-from fourfold.feed.unpacked import Unpacked
+from fourfold.feed.unpacked import Unpacked, load_json
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -320,7 +319,7 @@ def _read_index(path: Path) -> list[dict[str, Any]]:
     if size > MAX_INDEX_BYTES:
         raise DataError(Problem(f"{path} of {size} bytes", f"at most {MAX_INDEX_BYTES}"), where=str(path))
     try:
-        content = json.loads(path.read_bytes())
+        content = load_json(path.read_bytes())
         shards = content["shards"]
         if (
             content["version"] != 2

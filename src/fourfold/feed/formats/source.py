@@ -10,7 +10,6 @@ the record, and no other error.
 import bisect
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,15 +22,19 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
+from fourfold.feed.unpacked import check_fits, load_json
 from fourfold.words import argument_checks
 from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
 
 # ---- values of JSON --------------------------------------------------------------------------------------------------
 
 
+TENSOR_BYTES = 640  # of a small one, measured
+
+
 def parse_json(content: bytes | str) -> Any:
     """The value of a JSON text, as a batch can hold it. Raises ValueError or RecursionError if it is none."""
-    return stackable(json.loads(content))
+    return stackable(load_json(content))
 
 
 def stackable(value: Any) -> Any:
@@ -44,8 +47,14 @@ def stackable(value: Any) -> Any:
         try:
             return torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
+            check_fits(TENSOR_BYTES * _num_lists(value), "the lists of a JSON text")
             return [stackable(each) for each in value]
     return value
+
+
+def _num_lists(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, list) + sum(map(_num_lists, inner))
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
