@@ -1,6 +1,7 @@
 """The command line: how it is parsed, and what is refused before any process starts."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -104,6 +105,18 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         return err
 
     return run
+
+
+def test_what_a_source_logs_while_a_command_opens_it_is_wrapped(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("fourfold")
+    monkeypatch.setattr(log, "propagate", False)  # to pytest, after which Python prints nothing by itself
+    monkeypatch.setattr(logging, "lastResort", logging.lastResort)
+    text = "https://host/pack/shard-00000.data: no answer; again in 0.5 s; " * 3
+    said = f"import logging\nlogging.getLogger('fourfold').warning({text!r})\n"
+    (tmp_path / "mine.py").write_text(said + TASK)
+    assert text.strip() in refused("train", "mine.py:wrong")
 
 
 def test_an_unknown_setting_is_reported_with_the_closest_name(refused: Refused) -> None:

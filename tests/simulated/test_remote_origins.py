@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from fourfold.feed.staging import origin as origin_module
 from fourfold.feed.staging.origin import Backoff, open_origin
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
@@ -19,6 +20,9 @@ from fourfold.words.errors import DataError
 pytest.importorskip("aiohttp")
 QUICK = Backoff(first=0.01, longest=0.05, give_up=0.2)
 CONTENT = bytes(range(256)) * 40
+
+
+SILENT = -1  # in place of a status: the connection stays open, and no byte comes
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -35,7 +39,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._send(server.has_ranges)
 
     def _fail(self, status: int) -> None:
-        if status:
+        if status == SILENT:
+            self.server.released.wait(10)  # type: ignore[attr-defined]
+        elif status:
             self.send_error(status)
         else:
             self.wfile.write(b"no HTTP\r\n\r\n")
@@ -58,12 +64,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def serving(*, has_ranges: bool = True, failures: tuple[int, ...] = (), port: int = 0) -> Iterator[Any]:
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.released = threading.Event()
     server.has_ranges, server.failures, server.num_requests = has_ranges, list(failures), 0
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server
     finally:
+        server.released.set()
         server.shutdown()
         server.server_close()
         thread.join(10)
@@ -98,6 +106,16 @@ def test_a_missing_file_is_asked_for_once_and_an_overloaded_server_again(caplog)
         assert server.num_requests == 5
 
 
+def test_a_server_that_accepts_and_is_silent_is_asked_again(caplog, monkeypatch):
+    monkeypatch.setattr(origin_module, "SILENT_SECONDS", 0.1)
+    with serving(failures=(SILENT, SILENT)) as server:
+        assert open_origin(url(server), backoff=QUICK).read("shard-0", 0, 10) == CONTENT[:10]
+        assert server.num_requests == 3
+    said = [each for each in caplog.messages if "again in" in each]
+    assert len(said) == 2
+    assert all("shard-0: Timeout on reading data from socket; again in" in each for each in said)
+
+
 @pytest.mark.parametrize("failures", [(), (403,), (0,) * 100], ids=["missing", "forbidden", "no HTTP"])
 def test_no_error_shows_a_password_and_a_missing_file_is_said_to_be_missing(failures, caplog):
     with serving(failures=failures) as server:
@@ -112,10 +130,10 @@ def test_a_file_system_that_connects_when_it_is_opened_is_tried_again(monkeypatc
     fsspec = pytest.importorskip("fsspec")
     answers = iter([ConnectionRefusedError("refused"), ConnectionRefusedError("refused")])
 
-    def connect(url: str, real: Any = fsspec.core.url_to_fs) -> Any:
+    def connect(url: str, real: Any = fsspec.core.url_to_fs, **options: Any) -> Any:
         for error in answers:
             raise error
-        return real(url)
+        return real(url, **options)
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", connect)
     with serving() as server:

@@ -73,7 +73,9 @@ def _is_output_error(error: BaseException) -> bool:
 
 def _run_command(arguments: list[str]) -> int:
     from fourfold.cli.commands import parse_command
+    from fourfold.cli.output import wrap_log
 
+    wrap_log()  # sources log while a command opens them
     try:
         command = parse_command(arguments)
         sigint.raise_pending()  # an interrupt makes typer end its parsing without an error

@@ -6,7 +6,6 @@ Law: this file prints no error; the launcher reports the first cause once.
 """
 
 import importlib
-import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
+from fourfold.cli.output import wrap_log
 from fourfold.environment.fast_imports import collection_paused
-from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
@@ -25,6 +24,7 @@ from fourfold.words.terminal_text import escape_controls, wrap_lines
 
 
 def main(words: Sequence[str]) -> None:
+    wrap_log()
     with collection_paused():  # the task imports torch too, and may do more than import
         importlib.import_module("fourfold.trainer.train")
     world = from_environment()
@@ -39,7 +39,6 @@ def train(prepared: job.Job, world: World | None) -> None:
     task's exit code, but never 0: the run has not ended.
     Raises KeyboardInterrupt with the text to report; the text is "" on all ranks but 0.
     """
-    logging.lastResort = _WrappedLog(logging.WARNING)
     if warnings.formatwarning.__module__ == warnings.__name__:  # else the task has one of its own
         warnings.formatwarning = _format_warning
     try:
@@ -53,13 +52,6 @@ def train(prepared: job.Job, world: World | None) -> None:
     except KeyboardInterrupt:
         is_reporter = world is None or world.rank == 0
         raise KeyboardInterrupt(f"stopped by SIGINT; {resume_hint(prepared.run_dir)}" if is_reporter else "") from None
-
-
-class _WrappedLog(logging.Handler):
-    """Warnings on stderr, wrapped, unless the task has set up logging of its own."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print_stderr(escape_controls(self.format(record)))
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *_: object) -> str:

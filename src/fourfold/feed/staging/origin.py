@@ -33,6 +33,7 @@ PACKAGES = {
     "az": "adlfs",
 }
 CREDENTIALS = re.compile(r"//[^/\s]*@")  # in a URL
+SILENT_SECONDS = 20.0  # of an attempt: without a byte; a transfer may take any time. S3's package has 15
 RETRIED_STATUS = (408, 425, 429)  # of HTTP: of the errors that are the client's, those that pass
 
 
@@ -154,6 +155,8 @@ def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     try:
         import fsspec
 
+        if url.startswith(("http://", "https://")):
+            options = {**options, "client_kwargs": _http_options() | options.get("client_kwargs", {})}
         file_system, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         protocol = url.partition("://")[0]
@@ -162,6 +165,13 @@ def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     except ValueError as error:
         raise DataError(Problem(f"{without_password(url)}: {error}", "a URL that fsspec knows")) from None
     return file_system, str(root).rstrip("/")
+
+
+def _http_options() -> dict[str, Any]:
+    """Those of aiohttp, which by default waits five minutes for a whole file, silent or not."""
+    import aiohttp
+
+    return {"timeout": aiohttp.ClientTimeout(sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)}
 
 
 def check_length(content: bytes, name: str, start: int, stop: int, where: str) -> bytes:
@@ -221,7 +231,10 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text, name = CREDENTIALS.sub("//", str(error).strip()), type(error).__name__
+    text, name = str(error).strip(), type(error).__name__
+    if not text and error.__cause__ is not None:  # of fsspec, which names a timeout and leaves out of what
+        text = str(error.__cause__).strip()
+    text = CREDENTIALS.sub("//", text)
     if "/" in text and " " not in text:  # the URL of a missing file, and nothing else
         text = f"{name}: {text}"
     return text.splitlines()[0][:200] if text else name
