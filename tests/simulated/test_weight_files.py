@@ -92,7 +92,9 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path, monkeypatch):
         files.read_shard("weight", TensorShard.even((6, 8), 0, 1, 2))
 
 
-def test_a_pipe_and_a_name_that_no_file_has_are_errors(tmp_path):
+def test_a_pipe_a_device_and_a_name_that_no_file_has_are_errors(tmp_path):
+    with pytest.raises(CheckpointError, match="is a device"):
+        WeightFiles(Path("/dev/zero"))
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="is a pipe"):
         WeightFiles(tmp_path / "x.safetensors")

@@ -13,6 +13,7 @@ its own bytes are read.
 Source: the safetensors format: 8 bytes of length, a JSON header with the place of each tensor, and the tensors.
 """
 
+import errno
 import json
 import os
 import re
@@ -188,6 +189,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     """The file, as safetensors opens it. Raises CheckpointError if it is none."""
     try:
         check_not_pipe(path)
+        if path.is_char_device() or path.is_block_device():
+            raise OSError(errno.EINVAL, "is a device")
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:

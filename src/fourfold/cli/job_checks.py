@@ -72,5 +72,5 @@ def check_init_path(init: str) -> None:
     """Raise SettingError where there is neither file nor folder."""
     path = Path(init)
     if not (is_file(path) or os.path.isdir(path)):
-        got = f"init = {init} (no such file)"
+        got = f"init = {init} ({'no regular file' if os.path.exists(path) else 'no such file'})"
         raise SettingError(Problem(got, WEIGHTS_NEED, nearest_file(path, "*.safetensors")))
