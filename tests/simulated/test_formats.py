@@ -581,3 +581,12 @@ def test_the_command_packs_fields_of_all_formats(tmp_path: Path, capsys: pytest.
     with pytest.raises(SettingError, match=r"target= for x\.py:a"):
         feed_pack.run_pack(["x.py:a", str(tmp_path / "r"), "target=a"])
     assert "packed 10 samples" in capsys.readouterr().out
+
+
+def test_columns_of_one_name_are_refused_in_few_words(tmp_path: Path):
+    names = [f"feature_{n // 2}" for n in range(1500)]
+    table = pa.Table.from_arrays([pa.array([0])] * len(names), names=names)
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"several columns named feature_0, feature_1, .* …") as caught:
+        ff.open_source(tmp_path / "x.parquet")
+    assert len(str(caught.value)) < 800

@@ -121,6 +121,28 @@ def test_damaged_files_are_named_with_the_record(tmp_path, name, content, messag
     assert message in str(caught.value)
 
 
+CELLS, NAMES = ",".join(["0", "255"] * 900), [f"feature_{n}" for n in range(1500)]
+WIDE = ",".join(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (CELLS, CELLS, r"the file seems to have no header row +need .* +try sed -i \"1i \$\(seq -s ',' 1800\)\" a.csv"),
+        (f"id,{WIDE},{WIDE}", "", r"a first row with several columns named feature_0, feature_1, .*feature_.* …"),
+        (f",{WIDE}", "", "a first row with a column without a name"),
+        (f"{WIDE},a", f"{WIDE},b", "column 1500 named 'b' +need 'a', as in the first file"),
+        (f"{WIDE},a", WIDE, "1500 columns +need 1501, as in the first file"),
+    ],
+)
+def test_what_is_wrong_with_many_columns_is_said_in_few_words(tmp_path, first, second, message):
+    (tmp_path / "a.csv").write_text(f"{first}\n")
+    (tmp_path / "b.csv").write_text(f"{second}\n")
+    with pytest.raises(DataError, match=message) as caught:
+        open_files(tmp_path)
+    assert len(str(caught.value)) < 800
+
+
 def test_arrays_are_samples_by_row_or_by_file(tmp_path):
     rng = np.random.default_rng(0)
     many = {"inputs": rng.normal(size=(5, 3)), "targets": np.arange(5)}

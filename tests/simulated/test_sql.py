@@ -226,6 +226,13 @@ def test_what_cannot_be_a_source_is_refused_with_the_reason(place, query, option
         sql(place.url, query.format(t=table), **options)
 
 
+def test_of_many_columns_few_are_listed(place):
+    columns = ", ".join(f"{n} AS feature_{n}" for n in range(500))
+    with pytest.raises(DataError, match=r"need one of the columns: feature_0, feature_1, .* …") as caught:
+        sql(place.url, f"SELECT {columns}", key="id")
+    assert len(str(caught.value)) < 800
+
+
 def test_columns_of_one_name_are_named(server):
     with pytest.raises(DataError, match=r"several columns named label +need one of each name +try AS another_name"):
         sql(server.url, "SELECT 1 AS id, 2 AS label, 3 AS label", key="id")

@@ -24,6 +24,7 @@ from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.orders.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
 from fourfold.orders.order_names import ORDERS
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
 
@@ -211,7 +212,7 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape[1:])}"
     if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(str, value))}"
+        return f"a dict of {comma_list(value)}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
 
 

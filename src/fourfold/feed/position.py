@@ -11,6 +11,7 @@ import torch
 
 from fourfold.orders.sample_order import UNSHUFFLED, SampleOrder
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import Problem
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def state_dict_problems(state: Any, order: SampleOrder | None) -> list[Problem]:
     """Why a feed with this order cannot continue from a state; its position is not looked at."""
     keys = {"version", *POSITION_KEYS, *ORDER_KEYS}
     if not isinstance(state, Mapping) or set(state) != keys:
-        got = f"a state with {', '.join(map(str, state)) or 'nothing'}" if isinstance(state, Mapping) else repr(state)
+        got = f"a state with {comma_list(state) or 'nothing'}" if isinstance(state, Mapping) else repr(state)
         return [Problem(got, "the state_dict() of a feed")]
     if state["version"] != VERSION:
         return [Problem(f"a state of version {state['version']}", f"version {VERSION}", "the Fourfold that saved it")]

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 NUM_OPEN_ROWS = 64
@@ -112,7 +113,7 @@ def _tokens(document: Any, number: int) -> np.ndarray:
     if isinstance(document, Mapping):
         keys = [key for key in TOKEN_KEYS if key in document]
         if len(keys) != 1:
-            got = f"document {number}: a dict of {', '.join(map(str, document)) or 'nothing'}"
+            got = f"document {number}: a dict of {comma_list(document) or 'nothing'}"
             raise DataError(Problem(got, f"one of {', '.join(TOKEN_KEYS)} in it", "{'tokens': …}"), where=WHERE)
         document = document[keys[0]]
     if isinstance(document, str):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import Problem, closest_match
 
 OPTIMIZER_NEED = "a function from parameters to a torch optimizer"
@@ -132,8 +133,7 @@ def name_list_problems(name: str, value: Any, *, optional: bool = False) -> list
 
 def unknown_name_problems(what: str, names: Iterable[str], known: Sequence[str]) -> list[Problem]:
     """Require names of columns, or of whatever `what` says, that are among the known ones; suggest the nearest."""
-    need = f"one of {', '.join(known)}"
-    need = need if len(need) <= 300 else f"{need[:300]} …"
+    need = f"one of {comma_list(known)}"
     unknown = [name for name in names if name not in known]
     return [Problem(f"no {what} {name!r}", need, closest_match(name, known) or "") for name in unknown]
 

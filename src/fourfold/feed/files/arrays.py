@@ -21,6 +21,7 @@ from numpy.lib import format as npy_format
 from fourfold.feed.files.listing import Listing
 from fourfold.feed.pack.schema import PAIR
 from fourfold.feed.unpacked import check_fits
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
 # ---- a file ----------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class ArrayRows:
             raise DataError(problem, where=self._path) from error
         lengths = {name: len(array) if array.ndim else None for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
-            got = ", ".join(f"{name} {list(array.shape)}" for name, array in self._arrays.items()) or "no arrays"
+            got = comma_list(f"{name} {list(array.shape)}" for name, array in self._arrays.items()) or "no arrays"
             attempt = "a folder of files, if a file is one sample"
             raise DataError(Problem(got, "arrays with one row per sample each", attempt), where=self._path)
         self._length = next(iter(lengths.values()))

@@ -11,15 +11,18 @@ import functools
 import io
 import os
 import re
+import shlex
 import sys
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO
 
 from fourfold.feed.files.listing import Listing
 from fourfold.feed.unpacked import load_json, share_bytes
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
@@ -145,13 +148,20 @@ def open_csv(listing: Listing) -> LineSource:
             reader = _CsvReader(file, path)
             names = reader.header()
             if header is not None and names != header:
-                problem = Problem(f"columns {', '.join(names)}", f"{', '.join(header)}, as in the first file")
-                raise DataError(problem, where=path)
+                raise DataError(_difference(names, header), where=path)
             header, columns = names, columns or [int] * len(names)
             offsets.append(reader.index(columns))
     assert header is not None
     parse = functools.partial(_parse_row, header, columns, _delimiter(listing.names[0]))
     return LineSource(listing, offsets, parse)
+
+
+def _difference(names: Sequence[str], header: Sequence[str]) -> Problem:
+    """The problem of a file with other columns than the first, by the first one that differs."""
+    if len(names) != len(header):
+        return Problem(f"{len(names)} columns", f"{len(header)}, as in the first file")
+    number = next(number for number, name in enumerate(names) if name != header[number])
+    return Problem(f"column {number} named {names[number]!r}", f"{header[number]!r}, as in the first file")
 
 
 def _delimiter(name: str) -> str:
@@ -181,8 +191,7 @@ class _CsvReader:
     def header(self) -> list[str]:
         names = next(self._read(), None)
         if not names or len(set(names)) < len(names) or not all(names):
-            got = f"a first row of {names}" if names else "no rows"
-            raise DataError(Problem(got, "a first row with a different name for each column"), where=self._path)
+            raise DataError(_header_problem(names or [], self._path), where=self._path)
         return names
 
     def index(self, columns: list[Column]) -> "array[int]":
@@ -207,6 +216,20 @@ class _CsvReader:
         except csv.Error as error:
             got = f"line {self._rows.line_num}: {error}"
             raise DataError(Problem(got, "rows of CSV"), where=self._path) from error
+
+
+def _header_problem(cells: list[str], path: str) -> Problem:
+    """The problem of a first row that does not name the columns."""
+    need = "a first row with a different name for each column"
+    if not cells:
+        return Problem("no rows", need)
+    if any(_is(float, cell) for cell in cells):
+        file = shlex.quote(os.path.basename(path))
+        names = f"$(seq -s '{_delimiter(path)}' {len(cells)})"
+        got = "a first row of values: the file seems to have no header row"
+        return Problem(got, need, f'sed -i "1i {names}" {file}')
+    twice = comma_list(sorted(cell for cell, count in Counter(cells).items() if count > 1 and cell))
+    return Problem(f"a first row with {f'several columns named {twice}' if twice else 'a column without a name'}", need)
 
 
 def _is(column: Column, cell: str) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from fourfold.feed.files.arrays import LONE, UNREADABLE, NpyHead, is_npz, read_npy_head, read_npz, read_npz_heads
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.unpacked import Unpacked
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 
@@ -70,7 +71,7 @@ class ArrayShards:
             raise DataError(Problem(got, "arrays of numbers, without objects"), where=path) from error
         lengths = {array.shape[0] if array.shape else None for array in arrays.values()}
         if len(lengths) != 1 or None in lengths:
-            got = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "no arrays"
+            got = comma_list(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "no arrays"
             raise DataError(Problem(f"{path}: {got}", "arrays with one row for each sample"), where=path)
         return arrays
 
@@ -85,4 +86,4 @@ def _read_npz(path: str, heads: dict[str, NpyHead]) -> dict[str, np.ndarray]:
 
 
 def _form(arrays: dict[str, NpyHead]) -> str:
-    return ", ".join(f"{name} {each.dtype} {list(each.shape[1:])}" for name, each in arrays.items())
+    return comma_list(f"{name} {each.dtype} {list(each.shape[1:])}" for name, each in arrays.items())

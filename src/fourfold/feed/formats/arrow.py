@@ -19,6 +19,7 @@ import bisect
 import contextlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, check_fits, load_json, share_bytes
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 # ---- folders of Hugging Face -----------------------------------------------------------------------------------------
@@ -88,7 +90,8 @@ def _choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> li
     problems = argument_checks.unknown_name_problems("column", wanted or (), schema.names)
     names = [name for name in schema.names if wanted is None or name in wanted]
     if len(set(schema.names)) < len(schema.names):
-        problems.append(Problem(f"columns {', '.join(schema.names)}", "a different name for each"))
+        twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
+        problems.append(Problem(f"several columns named {comma_list(twice)}", "a different name for each"))
     else:
         for name in names:
             if not _is_readable(schema.field(name).type):
@@ -513,5 +516,4 @@ class TableRows:
 
 
 def _summary(types: Mapping[str, str], names: Sequence[str]) -> str:
-    text = ", ".join(f"{name} {types[name]}" if name in types else f"no {name}" for name in names)
-    return text if len(text) <= 300 else f"{text[:300]} …"
+    return comma_list(f"{name} {types[name]}" if name in types else f"no {name}" for name in names)

@@ -18,6 +18,7 @@ import numpy as np
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.unpacked import check_fits, share_bytes
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 MAX_OPEN, MAX_MEMBERS, MAX_DEPTH = 16, 2000, 16
@@ -115,7 +116,7 @@ class HDF5Rows:
     def _layout_of(self, path: str, datasets: dict[str, Any]) -> _Layout:
         lengths = {name: each.shape[0] for name, each in datasets.items()}
         if len(set(lengths.values())) != 1:
-            got = ", ".join(f"{name} of {length} rows" for name, length in lengths.items()) or "no datasets"
+            got = comma_list(f"{name} of {length} rows" for name, length in lengths.items()) or "no datasets"
             problem = Problem(
                 f"{path}: {got}", "datasets with one row for each sample", "columns= of those that have it"
             )
@@ -222,5 +223,4 @@ def _value(value: Any) -> Any:
 
 
 def _summary(layout: _Layout) -> str:
-    text = ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in layout.fields.items())
-    return text if len(text) <= 300 else f"{text[:300]} …"
+    return comma_list(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in layout.fields.items())

@@ -24,6 +24,7 @@ from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
 from fourfold.feed.unpacked import check_fits, load_json
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
 
 # ---- values of JSON --------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class FormatSource:
         wanted = list(record) if self._columns is None else self._columns
         needed = wanted if self._target is None else [*wanted, self._target]
         if missing := [name for name in needed if name not in record]:
-            raise ValueError(f"no {' and no '.join(missing)}, but {', '.join(record) or 'nothing'}")
+            raise ValueError(f"no {' and no '.join(missing)}, but {comma_list(record) or 'nothing'}")
         values = {name: self._converted(name, record[name]) for name in wanted}
         if self._target is not None:
             target = values.pop(self._target)

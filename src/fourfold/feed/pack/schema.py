@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 Kind = Literal["array", "int", "float", "bool", "bytes", "text", "image"]
@@ -181,7 +182,7 @@ def with_variable(schema: Schema, names: Sequence[str]) -> Schema:
     """The schema with all dims of the named arrays open. Raises DataError for names that no array has."""
     arrays = {field.name for field in schema.fields if field.kind == "array" and field.shape}
     if unknown := [name for name in names if name not in arrays]:
-        need = f"some of {', '.join(sorted(arrays))}" if arrays else "nothing: no field is an array"
+        need = f"some of {comma_list(sorted(arrays))}" if arrays else "nothing: no field is an array"
         raise DataError([Problem(f"variable = {name}", need) for name in unknown], where="the pack")
     fields = [
         Field(each.path, each.kind, each.dtype, (OPEN,) * len(each.shape), each.classes) if each.name in names else each

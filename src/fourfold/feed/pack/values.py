@@ -27,6 +27,7 @@ from fourfold.feed.pack.schema import (
     leaves,
 )
 from fourfold.feed.unpacked import check_fits
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -168,7 +169,7 @@ class Encoder:
 
     def _mismatch(self, key: str, got: str, need: str, variable: str = "") -> DataError:
         if need == "the fields":
-            need = f"the fields {', '.join(field.name for field in self.schema.fields)}"
+            need = f"the fields {comma_list(field.name for field in self.schema.fields)}"
         attempt = f"variable={variable}" if variable else "a source whose samples have one schema"
         return DataError(Problem(f"{key}: {got}", f"{need}, as in the first samples", attempt), where="the pack")
 

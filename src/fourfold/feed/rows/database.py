@@ -21,6 +21,7 @@ import torch
 from fourfold.feed.files.arrays import parse_npy
 from fourfold.feed.staging.origin import Backoff, retry
 from fourfold.words import argument_checks
+from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem, closest_match
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -95,11 +96,11 @@ def check_columns(columns: list[str], key: str, *, where: str) -> list[str]:
     """The columns. Raises DataError if the key is none of them, or two have one name."""
     problems = []
     if key not in columns:
-        need = f"one of the columns: {', '.join(columns)}"
+        need = f"one of the columns: {comma_list(columns)}"
         problems.append(Problem(f"key = {key!r}", need, closest_match(str(key), columns) or ""))
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        problems.append(Problem(f"several columns named {', '.join(twice)}", "one of each name", "AS another_name"))
+        problems.append(Problem(f"several columns named {comma_list(twice)}", "one of each name", "AS another_name"))
     if problems:
         raise DataError(problems, where=where)
     return columns
