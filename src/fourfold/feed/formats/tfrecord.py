@@ -195,7 +195,7 @@ def _packed_varints(content: bytearray) -> np.ndarray:
     """uint64 [values], of whole varints laid end to end. Takes little more memory than the values."""
     octets = np.frombuffer(content, dtype=np.uint8)
     starts = range(0, len(octets), DECODED_AT_ONCE)
-    count = sum(np.count_nonzero(octets[start : start + DECODED_AT_ONCE] < 0x80) for start in starts)
+    count = sum(int(np.count_nonzero(octets[start : start + DECODED_AT_ONCE] < 0x80)) for start in starts)
     check_fits(8 * count, f"{count} numbers")
     values, filled, start = np.empty(count, dtype=np.uint64), 0, 0
     while start < len(octets):
