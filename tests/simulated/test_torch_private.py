@@ -241,6 +241,19 @@ def test_a_transform_is_active_inside_it_unless_suspended():
     assert seen == [(True, False, False)] * 2
 
 
+def test_a_class_that_wraps_tensors_is_recognized():
+    class Wrapper(torch.Tensor):
+        def __tensor_flatten__(self):
+            return [], None
+
+        @staticmethod
+        def __tensor_unflatten__(*_):
+            raise AssertionError
+
+    assert private.is_wrapper(torch.zeros(2).as_subclass(Wrapper))
+    assert not any(map(private.is_wrapper, (torch.zeros(2), parameter(2))))
+
+
 def test_torch_function_of_a_tensor_subclass_can_be_disabled():
     class CountsCalls(torch.Tensor):
         calls = 0

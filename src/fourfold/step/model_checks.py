@@ -31,6 +31,7 @@ from fourfold.plan.plan import Plan
 from fourfold.proof.digests.build import check_same_build
 from fourfold.step.step_options import StepOptions
 from fourfold.torch_kit import mixed_precision
+from fourfold.torch_kit.shared_memory import check_weights_apart
 from fourfold.torch_kit.torch_private import BatchNormBase, is_compiled
 from fourfold.words.errors import PlanError, Problem, TaskError
 
@@ -42,10 +43,14 @@ def join_mesh(
     plan: Plan,
     options: StepOptions,
 ) -> Communicator:
-    """The ranks on the plan's mesh, if all of them build the same step, and can. Collective. Raises PlanError."""
+    """The ranks on the plan's mesh, if all of them build the same step, and can. Collective.
+
+    Raises PlanError, and TaskError for weights that share memory.
+    """
     compared = options.compared(shares_samples=plan.mesh.size > plan.dp)
     check_same_build(communicator, "ff.parallelize", model, plan=plan, options=compared, loss=loss)
     check_plan_on_ranks(model, plan, communicator, clip=options.clip)
+    check_weights_apart(model)
     return communicator.on_mesh(plan.mesh)
 
 

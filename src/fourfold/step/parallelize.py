@@ -35,6 +35,7 @@ from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.optimizer_checks import check_user_optimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.deferred_init import InitialModel
+from fourfold.torch_kit.shared_memory import check_weights_apart
 from fourfold.words.errors import PlanError
 from fourfold.words.task import Task
 
@@ -117,6 +118,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     """
     model = build_meta_model(task, max_bytes=available_bytes())
     _check_plan_and_rules(model, plan, task)
+    check_weights_apart(model)
     check_model_loss(task.loss, plan)
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))

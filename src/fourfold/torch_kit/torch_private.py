@@ -23,7 +23,7 @@ from torch._utils import ExceptionWrapper
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
@@ -133,6 +133,10 @@ saved_input_numel: Callable[[Node], int] = operator.attrgetter("_saved_self_sym_
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func`, such as vmap or grad, is active in this thread."""
+
+
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+"""Whether a tensor's class wraps other tensors, as DTensor does: it has no memory of its own."""
 
 
 def has_memory(x: Tensor) -> bool:

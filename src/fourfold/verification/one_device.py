@@ -25,6 +25,7 @@ from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.model_copy import deep_copy
 from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.torch_kit.shared_memory import check_weights_apart
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.torch_kit.torch_private import DropoutBase, post_accumulate_hooks, tensor_hooks
 from fourfold.verification.comparison import BUFFER, STATE, UNSAVED, WEIGHT, to_float64
@@ -243,7 +244,11 @@ def copied(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, Opt
 
 
 def copy_with_hooks(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Module, OptimizerSource]:
-    """A copy of a model with the hooks of its parameters, which torch omits, and of an optimizer that has these."""
+    """A copy of a model with the hooks of its parameters, which torch omits, and of an optimizer that has these.
+
+    Raises TaskError for weights that share memory: torch gives each memory of its own.
+    """
+    check_weights_apart(model)
     is_given = isinstance(optimizer, Optimizer)
     copies = deep_copy((model, optimizer), model) if is_given else (deep_copy(model, model), optimizer)
     for own, new in zip(model.parameters(), copies[0].parameters(), strict=True):

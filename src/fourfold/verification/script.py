@@ -29,6 +29,7 @@ from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.step import parallelize
 from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
+from fourfold.torch_kit.shared_memory import check_weights_apart
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.verification.command import check_verifiable
 from fourfold.verification.comparison import GRADIENT, OUTPUT, Comparison, VerifyResult
@@ -330,6 +331,7 @@ class ScriptVerifier:
         if self._num_trials > 1:
             initialize(own, optimizer, model, *args, **rest)
             return
+        check_weights_apart(model)  # on every rank: the others would wait for the first
         self.result.num_dropouts = disable_dropout(model)
         copies = [copied(model, optimizer) for _ in range(2)] if world().rank == 0 else []
         initialize(own, optimizer, model, *args, **rest)
