@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
@@ -55,6 +56,43 @@ def trained(
 def test_interleaved_stages_train_as_one_device_with_every_zero_and_update(zero, update, hosts):
     for got in trained(Plan(**INTERLEAVED, zero=zero, update=update), hosts=hosts):
         assert oracle.deviation(got, one_device(CASE)) <= TOLERANCE
+
+
+def half_frozen(frozen: int) -> torch.nn.Module:
+    """Four layers in two stages: all weights of one stage are frozen."""
+    with cases.SEED_LOCK:
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).double()
+    model[2 * frozen : 2 * frozen + 2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize(("fields", "hosts"), [
+    ({"zero": 0}, 4), ({"zero": 1}, 1), ({"zero": 1}, 4), ({"zero": 2, "update": "in_backward"}, 4), ({"zero": 3}, 1),
+    ({"zero": 3}, 4), ({"zero": 1, "update": "in_forward"}, 1), ({"zero": 3, "update": "in_forward"}, 4),
+], ids=str)  # fmt: skip
+def test_a_stage_whose_weights_are_all_frozen_trains_as_one_device(frozen, fields, hosts, tmp_path):
+    case = Case(batch_sizes=(8, 1, 5), clip=None if fields.get("update") == "in_backward" else 0.05)
+    build = cases.loss(case), cases.optimizer(case)
+    expected = oracle.train(half_frozen(frozen), *build, cases.batches(case), clip=case.clip)
+
+    def body(comm: Any) -> TrainingResult:
+        plan = Plan(pp=2, dp=2, microbatches=2, **fields)
+        step, other = (
+            TrainStep(half_frozen(frozen), *build, plan=plan, communicator=comm, clip=case.clip) for _ in range(2)
+        )
+        result = cases.train_step(case, step)
+        Checkpoints(tmp_path, step).save(wait=True)
+        assert Checkpoints(tmp_path, other).load() is not None
+        assert oracle.deviation(oracle.snapshot(other, [], []), oracle.snapshot(step, [], [])) == 0
+        return result
+
+    trained = {name for name, p in half_frozen(frozen).named_parameters() if p.requires_grad}
+    for got in threads.run(4, body, hosts=hosts):
+        assert trained <= got.weights.keys()
+        weights = {name: expected.weights[name] for name in got.weights}  # without frozen ones of the other stage
+        assert oracle.deviation(got, expected._replace(weights=weights)) <= TOLERANCE
 
 
 WRITTEN = """

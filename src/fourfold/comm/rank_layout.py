@@ -82,8 +82,10 @@ class SplitLayout:
         self._parameters, self._reducer, self._data_ranks = parameters, reducer, data_ranks
         self.bucket_ranges: Sequence[tuple[int, int]] = [reducer.grad_shard(bucket.index)[:2] for bucket in buckets]
         self.ranges: Mapping[str, tuple[int, int]] = param_ranges(buckets, self.bucket_ranges)
-        start, stop = self.bucket_ranges[0]
-        self.replica = reducer.replica_index, data_ranks.size * (stop - start) // buckets[0].size
+        start, stop = self.bucket_ranges[0] if buckets else (0, 0)
+        # A stage whose weights are all frozen has no bucket: all its ranks hold the same, nothing.
+        count = data_ranks.size * (stop - start) // buckets[0].size if buckets else data_ranks.size
+        self.replica = (reducer.replica_index if buckets else data_ranks.rank), count
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:

@@ -284,7 +284,8 @@ def _own_squares(step: StepState, stage: StageParts) -> Tensor:
     # In two bytes each bucket's norm would be rounded, and in fp16 a norm above 65,504 would be infinite.
     dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
     norms = [torch.linalg.vector_norm(flat, dtype=dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
-    squares = torch.stack(norms).double().square().sum()
+    none = torch.zeros((), dtype=torch.float64, device=step.parts.device)  # of a stage whose weights are all frozen
+    squares = torch.stack(norms).double().square().sum() if norms else none
     return shard_addend(stage.reducer, squares)
 
 

@@ -39,7 +39,7 @@ class UnshardedBuckets:
     def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], buckets: Sequence[Bucket]) -> None:
         """`parameters` are by bucket and slot; they are left alone until a bucket is stored or resharded."""
         self._parameters, self._buckets = parameters, buckets
-        self.device = parameters[0][0].device
+        self.device = parameters[0][0].device if parameters else torch.device("cpu")
         # Not the parameters' dtypes: with a precision those are the user's until the parameters are sharded.
         dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self.device) for dtype in dtypes]
