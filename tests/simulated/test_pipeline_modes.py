@@ -71,14 +71,17 @@ def half_frozen(frozen: int) -> torch.nn.Module:
 @pytest.mark.parametrize(("fields", "hosts"), [
     ({"zero": 0}, 4), ({"zero": 1}, 1), ({"zero": 1}, 4), ({"zero": 2, "update": "in_backward"}, 4), ({"zero": 3}, 1),
     ({"zero": 3}, 4), ({"zero": 1, "update": "in_forward"}, 1), ({"zero": 3, "update": "in_forward"}, 4),
+    ({"zero": 1, "optimizer": "LAMB"}, 1), ({"zero": 3, "optimizer": "LAMB"}, 4),
 ], ids=str)  # fmt: skip
 def test_a_stage_whose_weights_are_all_frozen_trains_as_one_device(frozen, fields, hosts, tmp_path):
-    case = Case(batch_sizes=(8, 1, 5), clip=None if fields.get("update") == "in_backward" else 0.05)
+    others = {name: value for name, value in fields.items() if name != "optimizer"}
+    clip = None if fields.get("update") == "in_backward" else 0.05
+    case = Case(batch_sizes=(8, 1, 5), clip=clip, optimizer=fields.get("optimizer", Case().optimizer))
     build = cases.loss(case), cases.optimizer(case)
     expected = oracle.train(half_frozen(frozen), *build, cases.batches(case), clip=case.clip)
 
     def body(comm: Any) -> TrainingResult:
-        plan = Plan(pp=2, dp=2, microbatches=2, **fields)
+        plan = Plan(pp=2, dp=2, microbatches=2, **others)
         step, other = (
             TrainStep(half_frozen(frozen), *build, plan=plan, communicator=comm, clip=case.clip) for _ in range(2)
         )

@@ -314,7 +314,8 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
         stage.optimizer.begin_layerwise_update(bucket, used=stage.used_slots(bucket, counts), factor=step.grad_scale)
         for bucket in range(stage.num_buckets)
     ]
-    total = stage.norm_sum.over_ranks(torch.cat(local).flatten().to(step.parts.device))
+    none = torch.zeros(0, 2, dtype=torch.float64)  # of a stage whose weights are all frozen
+    total = stage.norm_sum.over_ranks(torch.cat(local or [none]).flatten().to(step.parts.device))
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
     step.squared_norms[action.stage] = dict(enumerate(by_bucket))
 
