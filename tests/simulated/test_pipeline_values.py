@@ -254,6 +254,19 @@ class OwnWeight(Net):
         return super().forward(x) * self.logit_scale.exp()
 
 
+class LayerScale(Net):
+    """A weight of the model itself that every stage uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        return x
+
+
 class Buffers(Net):
     """Buffers of the model itself that forward writes in front of the blocks, and behind them."""
 
@@ -743,3 +756,26 @@ def test_what_a_later_batch_needs_is_named_where_it_is_used(kind, got):
 
     with pytest.raises(TaskError, match=got):
         threads.run(2, body)
+
+
+@pytest.mark.parametrize("hosts", [1, 4], ids=["shared memory", "process groups"])
+@pytest.mark.parametrize("fields", [
+    {}, {"zero": 1, "update": "in_forward"}, {"zero": 2, "schedule": "zero-bubble"}, {"zero": 3},
+    {"zero": 3, "update": "in_forward"}, {"zero": 3, "schedule": "interleaved", "interleave": 2},
+    {"zero": 3, "recompute": "full"},
+], ids=str)  # fmt: skip
+def test_weights_of_the_model_itself_cross_stages_wherever_they_rest(fields, hosts):
+    def body(comm: Any) -> Trained:
+        plan = Plan(pp=2, dp=2, microbatches=2, **fields)
+        step = TrainStep(
+            made(LayerScale), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=comm
+        )
+        losses = [step(cases.local_batch(batch, 2, step.dp_index)).loss for batch in batches()]
+        losses.append(step.evaluate(cases.local_batch(batches()[0], 2, step.dp_index)).loss)
+        return Trained(losses, copy.deepcopy(step.state_dict()["model"]))
+
+    expected = alone(LayerScale)
+    for got in threads.run(4, body, hosts=hosts):
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        for name, wanted in expected.state.items():
+            torch.testing.assert_close(got.state[name], wanted, rtol=TOLERANCE, atol=TOLERANCE, msg=name)

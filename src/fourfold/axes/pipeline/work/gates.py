@@ -360,8 +360,9 @@ class Gates:
         return [each for each in of_module if each.key in vars(self._model.get_submodule(each.module))]
 
     def _own_weights(self, carried: Collection[Source]) -> dict[Source, list[Tensor]]:
+        """Copies, made in forward: between forwards a parameter may be a placeholder."""
         named = dict(self._model.named_parameters())
-        return {each: [named[each.name]] for each in carried if each.kind == WEIGHT}
+        return {each: [named[each.name].clone()] for each in carried if each.kind == WEIGHT}
 
     def _has_known_form(self, source: Source, form: Form, carried: Collection[Source]) -> bool:
         """Whether a value has the form that later stages know. Raises TaskError if it has not, and one needs it."""
