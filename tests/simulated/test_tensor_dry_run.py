@@ -442,11 +442,15 @@ def test_a_loss_of_what_is_split_is_refused(kind):
 
 @pytest.mark.parametrize(("hook", "is_refused"), [
     (lambda g: g / (1 + g.norm()), True), (lambda g: g * torch.ones(16, 1), True), (lambda g: 0.5 * g, False),
+    (None, True),
 ])  # fmt: skip
 def test_a_hook_of_a_split_weight_must_do_the_same_with_each_part(hook, is_refused):
     def make() -> nn.Module:
         model = make_net(MLP)
-        model.get_parameter("blocks.0.up.weight").register_hook(hook)
+        if hook is None:
+            torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: None)
+        else:
+            model.get_parameter("blocks.0.up.weight").register_hook(hook)
         return model
 
     if is_refused:

@@ -241,6 +241,15 @@ def test_a_transform_is_active_inside_it_unless_suspended():
     assert seen == [(True, False, False)] * 2
 
 
+def test_hooks_of_several_gradients_are_recognized():
+    one, other = parameter(2), parameter(2)
+    other.register_hook(lambda gradient: gradient)
+    for mode in ("all", "any"):
+        torch.autograd.graph.register_multi_grad_hook([one], lambda grads: None, mode=mode)
+    assert [private.is_multi_grad_hook(hook) for hook in private.tensor_hooks(one)] == [True, True]
+    assert not any(map(private.is_multi_grad_hook, private.tensor_hooks(other)))
+
+
 def test_a_class_that_wraps_tensors_is_recognized():
     class Wrapper(torch.Tensor):
         def __tensor_flatten__(self):

@@ -143,6 +143,31 @@ def test_gradients_that_a_hook_writes_are_used(api, fields, size, late, replaces
             torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("api", "fields"), [each for each in APIS if "precision" not in each[1]])
+def test_a_hook_of_several_gradients_sees_those_of_its_rank_and_changes_nothing(api, fields, size, mode):
+    def body(comm):
+        module, seen = model(), []
+        record = lambda grads: seen.append([each.clone() for each in grads] if mode == "all" else grads.clone())  # noqa: E731
+        handle = torch.autograd.graph.register_multi_grad_hook(list(module.parameters()), record, mode=mode)
+        kept, train = api(comm, module, **fields)
+        train()
+        handle.remove()
+        weights = dict(kept.named_weights()) if api is parallel else dict(module.named_parameters())
+        return seen, {name: weight.detach().clone() for name, weight in weights.items()}
+
+    start, mean = dict(model().named_parameters()), gradients(size, *range(size))
+    for rank, (seen, weights) in enumerate(threads.run(size, body, hosts=size)):
+        assert len(seen) == 1
+        if mode == "all":
+            expected = gradients(1 if api is wrapped else size, rank).values()
+            assert all(map(torch.allclose, seen[0], expected))
+        for name, weight in weights.items():
+            expected_weight = start[name].detach().sub(mean[name], alpha=RATE)
+            torch.testing.assert_close(weight, expected_weight, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("api", [parallel, wrapped])
 def test_a_removed_hook_is_not_called(api):
     def body(comm):

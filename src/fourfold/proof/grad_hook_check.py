@@ -3,9 +3,11 @@
 additive  hook(a + b) = hook(a) + hook(b), as for a hook that scales or masks
 Law: if a batch is split into parts, a hook of `Tensor.register_hook` that is not additive for random gradients is
 refused. It would change the gradient of each part (clamp or normalize it, for example), and not their sum.
+
+Hooks of `register_multi_grad_hook` return nothing, and must not write (torch says so): they are not called here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from fourfold.axes.tensor.work.cut import local_part
 from fourfold.model.fixed_random import without_randomness
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.torch_kit.torch_private import tensor_hooks
+from fourfold.torch_kit.torch_private import is_multi_grad_hook, tensor_hooks
 from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 
@@ -38,8 +40,11 @@ def hook_problems(trained: Mapping[str, nn.Parameter], num_parts: int) -> list[P
 
 def treats_parts_alike(parameter: nn.Parameter, shard: TensorShard) -> bool:
     """Whether a split weight's hooks do with a part of its gradient what they do with the same part of all of it."""
-    if not tensor_hooks(parameter) or not parameter.numel():
+    hooks = tensor_hooks(parameter)
+    if not hooks or not parameter.numel():
         return True
+    if any(map(is_multi_grad_hook, hooks)):  # autograd knows its tensors by their old shapes
+        return False
     try:
         return all(
             _is_close(local_part(_hooked(parameter, a), shard), _hooked(parameter, local_part(a, shard)))
@@ -50,7 +55,7 @@ def treats_parts_alike(parameter: nn.Parameter, shard: TensorShard) -> bool:
 
 
 def _is_additive(parameter: nn.Parameter) -> bool:
-    if not tensor_hooks(parameter) or not parameter.numel():
+    if not _changing_hooks(parameter) or not parameter.numel():
         return True
     return all(
         _is_close(_hooked(parameter, a + b), _hooked(parameter, a) + _hooked(parameter, b))
@@ -58,12 +63,17 @@ def _is_additive(parameter: nn.Parameter) -> bool:
     )
 
 
+def _changing_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], Tensor | None]]:
+    """The hooks of a parameter that may change its gradient."""
+    return [hook for hook in tensor_hooks(parameter) if not is_multi_grad_hook(hook)]
+
+
 @torch.no_grad()
 def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """What the hooks of a parameter make of a gradient."""
     gradient = gradient.clone()
     with without_randomness(parameter.device):
-        for hook in tensor_hooks(parameter):
+        for hook in _changing_hooks(parameter):
             result = hook(gradient)
             gradient = gradient if result is None else result
     return gradient

@@ -90,6 +90,11 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+def is_multi_grad_hook(hook: Callable[..., Any]) -> bool:
+    """Whether `torch.autograd.graph.register_multi_grad_hook` has registered a hook. It runs in a backward only."""
+    return getattr(hook, "__globals__", None) is vars(torch.autograd.graph)
+
+
 def full_backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """The hooks that `module.register_full_backward_hook` has registered."""
     return list(module._backward_hooks.values()) if module._is_full_backward_hook else []
