@@ -190,7 +190,7 @@ ASKED = {
     **dict.fromkeys(("has_writes", "is_additive", "is_comparable", "is_uneven", "is_unreduced"), FOUND_BY_A_DRY_RUN),
     **dict.fromkeys(("is_torch_mean", "mixes_outputs"), FOUND_BY_A_DRY_RUN),
     "is_finite": "of one probe of a loss",
-    "_is_batch_split": "a mode: only parts of a batch must take the same means",
+    "is_batch_split": "a mode: only parts of a batch must take the same means, and each its backward",
     **dict.fromkeys(("fits_float64", "fits_model_dtype", "has_gradients", "_new_tensors"), CHOSEN_BY_A_DRY_RUN),
     "_counts_renorms": "a mode: an embedding's max_norm is harmless on one rank",
     "has_local_batch_norm": "a mode: what a dry run need not compare",

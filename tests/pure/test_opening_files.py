@@ -178,6 +178,14 @@ def test_byte_order_marks_are_no_part_of_the_text(tmp_path: Path):
     assert batch["x"].tolist() == [1]
 
 
+@pytest.mark.parametrize("lists", [[[], [1], [2, 3]], [[1], [], [2, 3]], [[], [[4]]], [[], []]], ids=str)
+def test_lists_of_other_lengths_lose_no_number(tmp_path: Path, lists: list[Any]):
+    """torch makes a tensor of shape [3, 0] of the first of them."""
+    (tmp_path / "x.jsonl").write_text(json.dumps({"x": lists}))
+    sample = ff.open_source(tmp_path / "x.jsonl")[0]["x"]
+    assert json.loads(json.dumps(sample, default=lambda each: each.tolist())) == lists
+
+
 def test_a_null_in_json_is_none_and_among_text_in_a_list(tmp_path: Path):
     samples = [{"n": 1, "error": None, "tag": {"name": "a"}}, {"n": 2, "error": "late", "tag": {"name": None}}]
     write_tar(tmp_path / "x.tar", *({"json": json.dumps(each).encode()} for each in samples))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
+from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words.error_notes import user_frame
 from fourfold.words.errors import READING, DataError, FourfoldError, Problem
 from fourfold.words.task import Source
@@ -209,7 +210,7 @@ def _convert_dict_sample(sample: Mapping[Any, Any], index: int) -> dict[str, Any
 
 def _as_tensor(values: Sequence[Any]) -> Tensor | None:
     try:
-        return torch.as_tensor(values)
+        return tensor_of_list(values)
     except (TypeError, ValueError, RuntimeError):
         return None
 

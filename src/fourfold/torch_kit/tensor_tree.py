@@ -4,9 +4,10 @@ leaf  a tensor of a tree
 Law: a map keeps the containers and their types, and whatever is not a tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -44,3 +45,20 @@ def is_plain(tree: Any) -> bool:
 def detached_clone(tensor: Tensor) -> Tensor:
     """A copy without a graph."""
     return tensor.detach().clone()
+
+
+def tensor_of_list(values: Sequence[Any]) -> Tensor:
+    """A list of numbers, or of lists of numbers, as torch makes it. Raises what torch.as_tensor raises.
+
+    torch reads the shape from the first list: of [[], [1]] it makes a tensor of shape [2, 0]. ValueError for these.
+    """
+    tensor = torch.as_tensor(values)
+    if not tensor.numel() and any(map(_holds_number, values)):
+        raise ValueError("lists of other lengths than the first, which is empty")
+    return tensor
+
+
+def _holds_number(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_number, value))
+    return bool(getattr(value, "size", 1))

@@ -23,6 +23,7 @@ from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
 from fourfold.feed.unpacked import check_fits, load_json
+from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
@@ -46,7 +47,7 @@ def stackable(value: Any) -> Any:
         return {name: stackable(each) for name, each in value.items()}
     if isinstance(value, list):
         try:
-            return torch.as_tensor(value)
+            return tensor_of_list(value)
         except (TypeError, ValueError, RuntimeError):
             check_fits(TENSOR_BYTES * _num_lists(value), "the lists of a JSON text")
             return [stackable(each) for each in value]

@@ -27,6 +27,7 @@ from fourfold.feed.pack.schema import (
     leaves,
 )
 from fourfold.feed.unpacked import check_fits
+from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
 
@@ -114,7 +115,7 @@ def _as_tensor(value: Any) -> Tensor | None:
             return None
     if isinstance(value, list):
         try:
-            return torch.as_tensor(value)
+            return tensor_of_list(value)
         except (TypeError, ValueError, RuntimeError):
             return None
     return None
