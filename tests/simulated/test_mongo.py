@@ -75,20 +75,25 @@ def test_documents_that_change_or_go_are_named(database):
     assert source[4]["label"] == rows[4]["label"]
 
 
-def test_files_of_gridfs_take_the_place_of_their_ids(database):
+def test_files_of_gridfs_take_the_place_of_their_ids_and_few_are_held_at_once(database, monkeypatch):
     from mongomock.gridfs import enable_gridfs_integration
 
     enable_gridfs_integration()
     import gridfs
 
     files = gridfs.GridFS(database)
-    contents = [bytes([i]) * 300_000 for i in range(3)]
+    contents = [bytes([i]) * 300_000 for i in range(12)]
     for content in contents:
         database.samples.insert_one({"image": files.put(content, chunk_size=100_000), "label": content[0]})
+    read_files, counts = MongoDatabase._read_files, list[int]()
+    monkeypatch.setattr(
+        MongoDatabase, "_read_files", lambda self, ids: counts.append(len(ids)) or read_files(self, ids)
+    )
     source = mongo(URL, "samples", ["image", "label"], target="label")
     images, labels = source.fetch([2, 0, 1])
     assert images.shape == (3, 300_000)
     assert images[:, -1].tolist() == labels.tolist() == [2, 0, 1]
+    assert max(counts) <= 8
 
 
 @pytest.mark.parametrize(("options", "message"), [
