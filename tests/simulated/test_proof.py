@@ -83,6 +83,56 @@ def test_a_run_that_goes_on_makes_no_check_again(fields, made, tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+class Counting:
+    """Counts its calls and keeps values, in attributes of every kind."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.calls, self.lengths, self.tables, self.last = 0, [0], dict[int, Tensor](), None
+        self.total = torch.zeros(())
+
+    def count(self, x: Tensor) -> None:
+        self.calls += 1
+        self.lengths.append(x.shape[1])
+        self.tables.setdefault(x.shape[1], torch.arange(x.shape[1]))
+        self.last = x.detach()
+        self.total += 1
+
+    def counted(self) -> Any:
+        return self.calls, list(self.lengths), list(self.tables), self.last, float(self.total)
+
+
+class CountingModel(Counting, lm.LanguageModel):
+    def forward(self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        self.count(tokens)
+        return super().forward(tokens, positions, document_starts)
+
+
+class CountingLoss(Counting, nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.count(targets)
+        return lm.loss(outputs, targets)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fields", [*MESHES, {"dp": 2, "zero": 1}, {"pp": 2}, {"microbatches": 4}], ids=str)
+def test_attributes_of_modules_are_afterwards_as_before(fields, training, made):
+    plan = Plan(**fields)
+
+    def body(comm):
+        with SEED_LOCK:
+            torch.manual_seed(0)
+            model = CountingModel(width=16, layers=2, heads=2, kv_heads=2).double()
+        loss = CountingLoss()
+        step = TrainStep(model, loss, sgd, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES)
+        step.dry_run(tokens(step), training=training)
+        return model.counted(), loss.counted()
+
+    nothing = (0, [0], [], None, 0.0)
+    assert set(map(str, threads.run(plan.mesh.size, body))) == {str((nothing, nothing))}
+    assert made
+
+
 @pytest.mark.parametrize(
     ("fields", "check", "fits"),
     [

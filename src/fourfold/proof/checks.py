@@ -24,6 +24,7 @@ from torch import nn
 from fourfold.comm.communicator import Communicator
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.proof.digests.table import digest
+from fourfold.proof.preserve_module import preserve_module
 from fourfold.torch_kit import memory
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 
@@ -134,6 +135,7 @@ class Check(Protocol):
 class Proof:
     """The checks of one rank, in the order in which ranks make them.
 
+    preserved  the modules whose attributes and gradients are the same before and after each check
     unsharded  within `unsharded(phase)` the model has its weights; entering it is collective where they rest split
     key        a digest of the model, its code, the plan and the kind of a batch: for what the answers hold
     """
@@ -142,10 +144,12 @@ class Proof:
         self,
         checks: Sequence[Check],
         world: Communicator,
+        preserved: nn.Module,
         unsharded: Callable[[str], AbstractContextManager[None]],
         key: Callable[[Any], int],
     ) -> None:
-        self._checks, self._world, self._unsharded, self._key = checks, world, unsharded, key
+        self._checks, self._world, self._preserved = checks, world, preserved
+        self._unsharded, self._key = unsharded, key
         self._current = ""
         self.state: dict[str, Any] = {}
         """What is kept: the key, and what was learned by claim."""
@@ -188,7 +192,8 @@ class Proof:
         error: Exception | None = None
         with contextlib.nullcontext() if check.phase is None else self._unsharded(check.phase):
             try:
-                report = check.inspect(batch, fits, training=training)
+                with preserve_module(self._preserved):
+                    report = check.inspect(batch, fits, training=training)
             except Exception as caught:  # raised below, after the other ranks have received the report
                 error = caught
         summary = None if error is None else summarize_error(error)

@@ -30,8 +30,8 @@ from fourfold.proof.backward import run_backward
 from fourfold.proof.checks import LOSS_CHECKS, CheckConfig, CheckUnavailable, MemoryFit, summarize_error
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
 from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients
-from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
-from fourfold.proof.random_weights import cast_real, copy_buffers, copy_parameters
+from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.random_weights import cast_real, copy_buffers, copy_parameters, copy_tensor_attributes
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import swapped_state

@@ -1,8 +1,8 @@
 """Preserving a module: a dry run leaves no trace in the attributes and gradients of a model.
 
 A model may cache tensors in attributes, such as tables of positions. In a dry run they would be made in float64.
-Law: on exit, every attribute of every module has its value from before, and so have the contents of dicts and lists
-among them.
+Law: on exit, every attribute of every module has its value from before, and so have the contents of dicts, lists and
+plain tensors among them.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.proof.random_weights import cast_real
+from fourfold.proof.weight_write_check import is_identical
 
 
 @contextlib.contextmanager
@@ -21,6 +21,7 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
     contents = [(value, value.copy()) for each in attributes for value in each.values() if _is_container(value)]
+    tensors = [(value, value.detach().clone()) for each in attributes for value in each.values() if _is_plain(value)]
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -33,25 +34,19 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
         for container, before in contents:
             container.clear()
             container.update(before) if isinstance(container, dict) else container.extend(before)
+        for tensor, before in tensors:
+            if not is_identical(tensor, before):
+                with torch.no_grad():
+                    tensor.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-@contextlib.contextmanager
-def copy_tensor_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, tensors that modules hold as plain attributes are copies in this dtype (None: in their own)."""
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    for attributes in map(vars, model.modules()):
-        for name, value in list(attributes.items()):
-            if isinstance(value, Tensor):
-                replaced.append((attributes, name, value))
-                attributes[name] = cast_real(value.detach().clone(), dtype)
-    try:
-        yield
-    finally:
-        for attributes, name, value in replaced:
-            attributes[name] = value
-
-
 def _is_container(value: Any) -> bool:
     return isinstance(value, dict | list) and hasattr(value, "copy")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a tensor with numbers of its own: neither of a device without memory, nor of a class that stands
+    in for one."""
+    return type(value) is Tensor and value.layout is torch.strided and value.device.type != "meta"

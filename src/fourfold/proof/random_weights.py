@@ -6,9 +6,11 @@ tile  random numbers are drawn once per parameter, at most TILE_SIZE of them, an
 Law: all ranks get the same weights, whatever their device.
 """
 
+import contextlib
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,3 +147,19 @@ def cast_real(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         before = tensor.dtype
     after = dtype.to_complex() if before.is_complex else dtype if before.is_floating_point else before
     return tensor if after == before else tensor.to(after)
+
+
+@contextlib.contextmanager
+def copy_tensor_attributes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, tensors that modules hold as plain attributes are copies in this dtype (None: in their own)."""
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for attributes in map(vars, model.modules()):
+        for name, value in list(attributes.items()):
+            if isinstance(value, Tensor):
+                replaced.append((attributes, name, value))
+                attributes[name] = cast_real(value.detach().clone(), dtype)
+    try:
+        yield
+    finally:
+        for attributes, name, value in replaced:
+            attributes[name] = value

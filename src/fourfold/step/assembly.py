@@ -138,6 +138,8 @@ def assemble(
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
     batches, checks = _lay_out_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed)
+    checks = _with_data_checks(checks, objective, statistics, plan, stage.parts.weights, world, axes)
+    preserved = nn.ModuleList([model, pipeline.skeleton, objective.loss_modules(model)])
     key = functools.partial(build_digest, model, plan, options.compared(shares_samples=False), loss)
     return Assembly(
         parts=parts,
@@ -147,7 +149,7 @@ def assemble(
         checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
         split=plan.batch_split,
         batches=batches,
-        proof=_make_proof(checks, objective, statistics, plan, stage.parts.weights, world, axes, key),
+        proof=Proof(checks, world, preserved, stage.parts.weights.unsharded, key),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
@@ -334,7 +336,7 @@ def _lay_out_batches(
     return layout, checks
 
 
-def _make_proof(
+def _with_data_checks(
     checks: Sequence[Check],
     objective: Objective,
     statistics: BatchStatistics,
@@ -342,9 +344,8 @@ def _make_proof(
     weights: Weights,
     world: Communicator,
     axes: _Axes,
-    key: Callable[[Any], int],
-) -> Proof:
-    """`checks`: those of the axes by which batches or the model are laid out."""
+) -> list[Check]:
+    """All checks, in order. `checks`: those of the axes by which batches or the model are laid out."""
     storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
     reason = read_only_reason(plan, storage=storage, master_weights=masters)
     task = CheckedTask(
@@ -357,4 +358,4 @@ def _make_proof(
         shortened=next((check.shortened for check in checks if isinstance(check, ContextCheck)), unpack_batch),
     )
     forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
-    return Proof([*checks, forwards, GradientCheck(task, forwards)], world, weights.unsharded, key)
+    return [*checks, forwards, GradientCheck(task, forwards)]

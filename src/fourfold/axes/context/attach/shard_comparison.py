@@ -43,7 +43,7 @@ from fourfold.proof.backward import count_gradients, run_backward
 from fourfold.proof.checks import CheckConfig, CheckUnavailable
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, Projection
-from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
+from fourfold.proof.preserve_module import preserve_module
 from fourfold.proof.tolerance import gradient_tolerance_of, is_close
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.grad_checks import second_grad_problem
@@ -291,7 +291,7 @@ class ShardComparison:
         # Each pass has the same state at its start: what the first one writes is not what the other reads.
         buffers = {name: self._state[name].clone() for name, _ in self._model.named_buffers()}
         weights = swapped_state(self._model, {**self._state, **buffers})
-        attributes = copy_tensor_attributes(self._model, self._config.dtype)
+        attributes = random_weights.copy_tensor_attributes(self._model, self._config.dtype)
         with (
             grad_mode,
             self._float64_mode(),
@@ -430,7 +430,7 @@ class ShardComparison:
 
     def _compare_with_configured_attention(self, outputs: Any) -> None:
         """Check that a transformers model computes the same with our attention and masks as with its own."""
-        attributes = copy_tensor_attributes(self._model, self._config.dtype)
+        attributes = random_weights.copy_tensor_attributes(self._model, self._config.dtype)
         with _raise_unavailable(), torch.no_grad(), self._float64_mode(), attributes:
             configured = torch.func.functional_call(self._model, self._state, (), self._inputs)
         pairs = zip(tree_leaves(configured), tree_leaves(outputs), strict=True)

@@ -25,7 +25,6 @@ from fourfold.proof.forward_comparison import ForwardComparison, compiled_proble
 from fourfold.proof.forward_state import differing_across_ranks, sample_dependence_problems
 from fourfold.proof.grad_hook_check import hook_problems
 from fourfold.proof.loss_check import CheckResult, LossComparison, check_loss
-from fourfold.proof.preserve_module import preserve_module
 from fourfold.proof.weight_write_check import WeightWriteCheck
 from fourfold.torch_kit.param_access import explain_transform_errors
 from fourfold.torch_kit.tensor_tree import tree_map
@@ -107,8 +106,7 @@ class ForwardCheck:
         few = shorten(batch, max(MIN_TOKENS, NUM_COMPARED_TOKENS // num_samples(batch)))
         if few is not None:
             with contextlib.suppress(Exception):  # of a model that takes samples of this length only
-                with preserve_module(self._task.model):
-                    report = self._run(few, training=training)
+                report = self._run(few, training=training)
                 loss = None if report.get("loss") is None else LossComparison(*report["loss"])
                 is_right = loss is None or ((loss.is_comparable or loss.is_unreduced) and loss.problem is None)
                 if is_right and not report["problems"] and not report.get("has_writes"):

@@ -32,8 +32,8 @@ from fourfold.proof.backward import run_backward
 from fourfold.proof.checks import CheckUnavailable, MemoryFit, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR
-from fourfold.proof.preserve_module import copy_tensor_attributes, preserve_module
-from fourfold.proof.random_weights import cast_real, copy_buffers, random_tiled
+from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled
 from fourfold.proof.tolerance import gradient_tolerance_of, is_close
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import swapped_state
