@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.plan.plan import Plan
 from fourfold.proof.loss_check import LossComparison
 from fourfold.step.train_step import TrainStep
-from fourfold.testing import threads
+from fourfold.tasks import lm
+from fourfold.testing import oracle, threads
+from fourfold.testing.oracle import TOLERANCE
+from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import TaskError
 from tests.cases import SEED_LOCK
 
@@ -234,12 +237,67 @@ class Clamp(torch.autograd.Function):
         return grads[0].clamp(-1e-2, 1e-2)
 
 
-def test_a_backward_that_depends_on_the_size_of_gradients_trains_equal_counts_and_refuses_others() -> None:
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Clamp.apply(x)  # type: ignore[return-value]
+
+
+def clamp_sum(p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad.clamp_(-1e-2, 1e-2)
+
+
+def clamping(kind: str) -> lm.LanguageModel:
+    """A language model with a clamp of gradients: of an activation, of a weight, or of a weight's sum."""
+    with SEED_LOCK:
+        torch.manual_seed(5)
+        model = lm.LanguageModel(width=16, layers=2, heads=2, kv_heads=2).double()
+    weight = model.blocks[1].get_parameter("mlp.down.weight")
+    if kind == "an activation":
+        model.blocks[1].dropout = Clamped()
+    elif kind == "a weight":
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+    else:
+        weight.register_post_accumulate_grad_hook(clamp_sum)
+    return model
+
+
+def texts() -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Batches with other numbers of samples, and of targets."""
+    found, generator = list[tuple[dict[str, Tensor], Tensor]](), torch.Generator().manual_seed(3)
+    for samples, length in ((8, 16), (4, 16), (8, 8), (4, 16)):
+        tokens = torch.randint(0, 32, (samples, length), generator=generator)
+        found.append(({"tokens": tokens, "positions": torch.arange(length).expand(samples, -1)}, tokens.roll(-1, 1)))
+    return found
+
+
+WHOLE = [Plan(), Plan(update="in_forward"), Plan(update="in_backward")]
+CLAMPS = [(plan, kind) for plan in WHOLE for kind in ("an activation", "a weight", "a weight's sum")] + [
+    (plan, "an activation")
+    for plan in (Plan(tp=2), Plan(pp=2, microbatches=1), Plan(dp=2), Plan(dp=2, zero=3), Plan(cp=2), Plan(dp=2, cp=2))
+]
+
+
+@pytest.mark.parametrize(("plan", "kind"), CLAMPS, ids=str)
+def test_a_clamp_of_gradients_finds_them_in_their_size_on_one_device(plan: Plan, kind: str) -> None:
+    expected = oracle.train(clamping(kind), lm.loss, sgd, texts())
+
+    def body(comm: Any) -> float:
+        step = TrainStep(clamping(kind), lm.loss, sgd, plan=plan, communicator=comm, tensor=lm.TENSOR_RULES, clip=None)
+        losses = [step(tree_map(each, lambda t: t.chunk(plan.dp)[step.dp_index])).loss for each in texts()]
+        step.flush()
+        return oracle.deviation(oracle.snapshot(step, losses, []), expected)
+
+    assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
+
+
+def test_a_clamp_of_gradients_trains_microbatches_of_equal_counts_and_refuses_others() -> None:
     inputs, targets = batch()
 
     def body(comm: Any) -> None:
         model = net(lambda _, x: Clamp.apply(x), torch.float64)
-        step = TrainStep(model, F.cross_entropy, sgd, plan=Plan(dp=2), communicator=comm, same_batches="allow")
+        plan = Plan(dp=2, microbatches=2)
+        step = TrainStep(model, F.cross_entropy, sgd, plan=plan, communicator=comm, same_batches="allow")
         step((inputs.double(), targets))
         before = [p.detach().clone() for p in model.parameters()]
         ignoring = targets.where(torch.arange(SAMPLES) > comm.rank, -100)

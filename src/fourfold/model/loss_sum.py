@@ -90,7 +90,7 @@ def scale_problem(count: float, nominal: float) -> Problem:
     got = "a backward that changes gradients by their size (a clamp, a sign, a threshold, in a hook or a function"
     got += f" of your own), and a batch of {count:g} counted elements where gradients were divided by {nominal:g}"
     need = "as many in every microbatch and step, so that gradients have the size that they have on one device"
-    return Problem(got, need, "drop_last=True; or bound the whole gradient instead (clip)")
+    return Problem(got, need, "microbatches = 1, or drop_last=True; or bound the whole gradient instead (clip)")
 
 
 def _checked_sum(value: Any) -> Tensor:

@@ -57,6 +57,7 @@ from fourfold.step.across_steps import make_across_steps, num_channels
 from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.forward_fusion import DeferredUpdates
+from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
 from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
@@ -186,6 +187,7 @@ def _make_parts(
         meter=meter,
         objective=objective,
         sync=stage.sync,
+        division=DividedByNominalCount() if plan.batch_split.num_parts > 1 else DividedByOwnCount(),
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
@@ -348,6 +350,7 @@ def _with_data_checks(
     """All checks, in order. `checks`: those of the axes by which batches or the model are laid out."""
     storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
     reason = read_only_reason(plan, storage=storage, master_weights=masters)
+    context = next((check for check in checks if isinstance(check, ContextCheck)), None)
     task = CheckedTask(
         axes.pipeline.skeleton,
         objective,
@@ -355,7 +358,8 @@ def _with_data_checks(
         plan.batch_split,
         world,
         whole_shown_to_loss=axes.stages.whole_shown_to_loss,
-        shortened=next((check.shortened for check in checks if isinstance(check, ContextCheck)), unpack_batch),
+        shortened=unpack_batch if context is None else context.shortened,
+        is_scale_dependent=lambda: context is not None and context.is_scale_dependent,
     )
     forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
     return [*checks, forwards, GradientCheck(task, forwards)]

@@ -5,6 +5,7 @@ round       the reductions after one backward, or after the last one of a step
 Law: a sum is multiplied once, in one pass over it that is made anyway.
 Law: all ranks that hold a weight get the same bits.
 Law: every microbatch's gradient is in exactly one round, and every rank has the same rounds.
+Law: where a batch is one part on one rank, gradients have in backward the size that they have on one device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from fourfold.axes.data.work.gradients import Gradients
 from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
 from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.model.loss_sum import Loss
 from fourfold.words.program import TRUST_NORMS
 
 # ---- rounds --------------------------------------------------------------------------------------------------------
@@ -65,6 +67,45 @@ class RoundEveryBackward:
 
     def has_all_grads(self, index: int, num_microbatches: int) -> bool:
         return index == num_microbatches - 1
+
+
+# ---- loss counts ---------------------------------------------------------------------------------------------------
+
+
+class LossDivision(Protocol):
+    """What backward divides losses by. `nominal`: the nominal count, once it is measured."""
+
+    def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
+        """What the backward of a microbatch begins with."""
+        ...
+
+    def divisor(self, nominal: float | None, count: float) -> float:
+        """What the gradients of a step were divided by, of which `count` elements are."""
+        ...
+
+
+class DividedByNominalCount:
+    """The count of the step is not known in backward."""
+
+    def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
+        assert nominal is not None
+        return loss.total / nominal
+
+    def divisor(self, nominal: float | None, count: float) -> float:
+        assert nominal is not None
+        return nominal
+
+
+class DividedByOwnCount:
+    """A batch is one part, on one rank: its count is that of the step. Without elements the divisor is 1."""
+
+    def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
+        if isinstance(loss.count, Tensor):  # without waiting for the device
+            return loss.total / torch.where(loss.count == 0, 1, loss.count).to(loss.total.dtype)
+        return loss.total / (loss.count or 1.0)
+
+    def divisor(self, nominal: float | None, count: float) -> float:
+        return count or 1.0
 
 
 # ---- norms ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
-from fourfold.step.grad_strategies import GradRounds, GradScaling, NormSum
+from fourfold.step.grad_strategies import GradRounds, GradScaling, LossDivision, NormSum
 from fourfold.step.grad_sync import GradSync
 from fourfold.step.stage import Stage
 from fourfold.torch_kit.deferred_grads import BackwardHalves
@@ -84,6 +84,7 @@ class StepParts(NamedTuple):
     meter: CommMeter
     objective: Objective
     sync: GradSync
+    division: LossDivision
     scaling: GradScaling
     loss_scale: LossScale
     totals_of_peers: Sequence[int]

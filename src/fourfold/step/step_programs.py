@@ -77,10 +77,10 @@ class StepPrograms:
         """The forwards of an evaluation, where weights are whole already."""
         return tuple(action for action in self.forward_only if action.verb != Verb.UNSHARD)
 
-    def of_step(self, number: int) -> tuple[Action, ...]:
-        """The program of step `number`, from 1."""
+    def of_step(self, number: int, *, measures_count: bool = False) -> tuple[Action, ...]:
+        """The program of step `number`, from 1. `measures_count`: also if the nominal count is known."""
         is_local = number % self._blueprint.sync_interval > 0
-        has_count = self.nominal_count is not None
+        has_count = self.nominal_count is not None and not measures_count
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 
     @property

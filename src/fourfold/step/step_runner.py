@@ -122,10 +122,11 @@ class StepRunner:
         number, count = self._calls.num_steps + 1, self._assembly.split.num_microbatches
         layout = self._assembly.batches.microbatches(batch, count, step=number - 1, samples=samples)
         with self._leaving_after_error(), layout as microbatches:
-            nominal = self._programs.nominal_count
+            measures_count = self._measures_count
+            nominal = None if measures_count else self._programs.nominal_count
             request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
             step = StepState(self._parts, request)
-            self.executor.train(self._programs.of_step(number), step)
+            self.executor.train(self._programs.of_step(number, measures_count=measures_count), step)
         step = self._assembly.timing.ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)
@@ -144,6 +145,13 @@ class StepRunner:
             damaged=self._gather_damaged(totals, step.request.damaged),
             data_seconds=data_seconds,
         )
+
+    @property
+    def _measures_count(self) -> bool:
+        """Whether the next step measures its nominal count though it knows one: gradients must have their true size in
+        backward. With one microbatch the measure is the step's own count.
+        """
+        return self._parts.objective.is_scale_dependent and self._assembly.split.num_microbatches == 1
 
     @contextlib.contextmanager
     def _leaving_after_error(self) -> Iterator[None]:
@@ -311,6 +319,10 @@ class AsynchronousRunner(StepRunner):
     """The steps of an asynchronous schedule. While batches are in flight, a step compares nothing with other stages:
     they are in other steps.
     """
+
+    @property
+    def _measures_count(self) -> bool:
+        return False  # ranks are in several steps at once
 
     def begin_step(self, batch: Any) -> tuple[Any, Problem | None]:
         if not self._assembly.timing.has_pending:

@@ -6,7 +6,7 @@ grad scale     the factor that turns reduced sums into the gradient of the mean
 bad step       its global loss, or its gradient norm if one is measured, is not finite; or the global batch has no loss
                element, whose mean is NaN in torch
 overflow       the norm of a scaled gradient is not finite, and a smaller loss scale may help: not a bad step
-nominal count  what gradients are divided by during backward, while the step's own count is not known yet
+nominal count  what gradients of a split batch are divided by in backward, while the step's own count is not known yet
 Law: after a bad step or an overflow, neither weights nor optimizer states have changed; local steps average weights
 after a bad step too.
 """
@@ -229,7 +229,7 @@ class StepState:
             self.bad_reason = f"the loss is {mean}"
         self.trained_count = self.parts.sync.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
-        nominal = self.known_nominal_count
+        nominal = self.parts.division.divisor(self.nominal_count, self.trained_count)
         if self.parts.objective.is_scale_dependent and self.trained_count not in (0, nominal):
             self._refusal = TaskError(scale_problem(self.trained_count, nominal), where="the model")
         self.grad_scale = nominal / (self.trained_count or nominal) / self.parts.loss_scale.value

@@ -94,7 +94,7 @@ def _differentiate(step: StepState, action: Action, taking: AbstractContextManag
     stage, place = step.stage(action.stage), (action.stage, action.index)
     with stage.weights.unsharded("backward", action.stage):
         if action.index in step.losses:
-            loss = step.losses.pop(action.index).total / step.known_nominal_count
+            loss = step.parts.division.mean_of(step.losses.pop(action.index), step.nominal_count)
             if not loss.requires_grad:
                 raise TaskError(_no_grad_problem())
             with taking:

@@ -54,6 +54,8 @@ class ContextCheck:
         self._finished_modes: set[bool] = set()
         self.ignored_indices: Sequence[int] | None = None
         """The targets that a scalar loss ignores; None: the loss is no scalar, or not known yet."""
+        self.is_scale_dependent = False
+        """Whether backward is not linear in the upstream gradient: it clamps, say."""
 
     def is_needed(self, *, training: bool) -> bool:
         return not {self._model.training, True} & self._finished_modes
@@ -85,12 +87,18 @@ class ContextCheck:
         indices = sorted({index for each in reports for index in each["ignored_indices"]})
         is_weaker = any(each["config"] != str(STRICTEST_SEQUENCE_CHECK) for each in reports)
         ignored = indices if has_mean else None
-        return {"training": self._model.training, "ignored_indices": ignored, "is_weaker": is_weaker}
+        return {
+            "training": self._model.training,
+            "ignored_indices": ignored,
+            "is_scale_dependent": any(each["is_scale_dependent"] for each in reports),
+            "is_weaker": is_weaker,
+        }
 
     def learn(self, learned: Learned, batch: Any) -> None:
         self._finished_modes.add(learned["training"])
         if learned["ignored_indices"] is not None:
             self.ignored_indices = learned["ignored_indices"]
+        self.is_scale_dependent = learned["is_scale_dependent"]
 
     def shortened(self, batch: Any) -> tuple[Any, Any]:
         """The first samples and tokens of a batch, as many as checks take."""
@@ -126,6 +134,7 @@ class ContextCheck:
             "gradients": result.grad_projections,
             "config": str(result.config),
             "fallback_reason": result.fallback_reason,
+            "is_scale_dependent": result.is_scale_dependent,
             "loss_problem": loss_problem,
             "loss_sums": [each.loss_sum for each in losses],
             "has_mean": any(each.is_mean for each in losses),

@@ -57,6 +57,8 @@ class DryRunResult(NamedTuple):
     config: CheckConfig = STRICTEST_SEQUENCE_CHECK
     fallback_reason: str = ""
     """Why the strictest check was unavailable; empty if it was made."""
+    is_scale_dependent: bool = False
+    """Whether backward is not linear in the upstream gradient: it clamps, say."""
 
 
 class ContextDryRun:
@@ -171,7 +173,8 @@ class ContextDryRun:
         except ShardMismatch as error:
             problem = self._explain_mismatch(comparison, error)
             return DryRunResult([problem], config=config, fallback_reason=fallback_reason)
-        return DryRunResult([], self._num_calls, outputs, gradients, config, fallback_reason)
+        is_scale_dependent = comparison.is_scale_dependent
+        return DryRunResult([], self._num_calls, outputs, gradients, config, fallback_reason, is_scale_dependent)
 
     def _notice_manual_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note hand-written attention, so that a message can name it."""

@@ -207,6 +207,7 @@ def shard_shape(full: Tensor, shard: TokenShard) -> torch.Size | None:
 
 
 SEED = 11
+SCALE = 2.0**30  # of upstream gradients. A power of two: a backward that is linear gives the same, bit for bit
 # What a model raises for a shard if it expects another number of tokens.
 _SIZE_ERRORS = (RuntimeError, IndexError, ValueError)
 
@@ -231,6 +232,8 @@ class ShardComparison:
         self._recorded_calls: list[RecordedCall] = []
         self._taps = GradTaps(tracker, shard)
         self._mismatches: list[str] = []
+        self.is_scale_dependent = False
+        """Whether backward is not linear in the upstream gradient: it clamps, say."""
 
     # ---- both passes --------------------------------------------------------------------------------
 
@@ -259,6 +262,7 @@ class ShardComparison:
             self._replay_backward(local, full, grad_tensors, taps)
         self._compare_taps(taps)
         local_projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        self.is_scale_dependent = self._find_scale_dependence(projections, grad_tensors)
         return GradProjections(projections, local_projections, self._gradient_tolerance)
 
     def _run_full_backward(self, full: Any, grad_tensors: list[Tensor | None]) -> list[Projection]:
@@ -274,6 +278,23 @@ class ShardComparison:
         projections = grad_sum_check.project_grouped_gradients(self._parameters)
         self._check_finite(projections)
         return projections
+
+    def _find_scale_dependence(self, projections: list[Projection], grad_tensors: list[Tensor | None]) -> bool:
+        """Whether much larger upstream gradients give other gradients of the parameters, each divided by its size."""
+        if self._config.dtype is None:
+            return False
+        taps = GradTaps(self._tracker, self._shard)
+        with contextlib.suppress(CheckUnavailable), preserve_module(self._model):
+            with self._patched_model(AttentionCall.run_sdpa, taps), _raise_unavailable():
+                outputs = self._call_model(taps.tap_inputs(self._inputs))
+                run_backward(outputs, [None if each is None else each * SCALE for each in grad_tensors])
+            large = grad_sum_check.project_grouped_gradients(self._parameters)
+            floor = NOISE_FLOOR * max((each.norm for each in projections), default=0.0)
+            return any(
+                abs(b.value / SCALE - a.value) > self._gradient_tolerance * max(a.norm, b.norm / SCALE, floor)
+                for a, b in zip(projections, large, strict=True)
+            )
+        return False
 
     @property
     def _parameters(self) -> dict[str, Tensor]:

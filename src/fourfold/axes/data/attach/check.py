@@ -42,6 +42,7 @@ class CheckedTask(NamedTuple):
 
     whole_shown_to_loss  within, a loss that reads the model finds the whole one
     shortened            the part of a batch that is checked
+    is_scale_dependent   what other checks have shown of this: see `Objective`
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class CheckedTask(NamedTuple):
     world: Communicator
     whole_shown_to_loss: Callable[[], AbstractContextManager[None]]
     shortened: Callable[[Any], Any]
+    is_scale_dependent: Callable[[], bool]
 
     @contextlib.contextmanager
     def in_check(self) -> Iterator[None]:
@@ -133,7 +135,7 @@ class ForwardCheck:
             "training": training,
             "has_scalar": any(forms) if forms else None,
             "is_mixed": any(loss.is_mixed for loss in comparable),
-            "is_scale_dependent": False,
+            "is_scale_dependent": self._task.is_scale_dependent(),
             "is_shape_1_scalar": any(report["is_shape_1_scalar"] for report in reports),
             "uses_counts": any(report["uses_counts"] for report in reports),
             "needs_empty_ranks": any(report["has_writes"] for report in reports)
