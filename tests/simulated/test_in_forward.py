@@ -20,7 +20,8 @@ from fourfold.plan.plan import Plan
 from fourfold.report.step_timeline import simulated_timeline
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
-from fourfold.testing import threads
+from fourfold.testing import oracle, threads
+from fourfold.torch_kit.param_access import untracked_access
 from fourfold.trace import step_breakdown
 from fourfold.trace.cost import measure_costs
 from fourfold.trainer.tracer import Tracer
@@ -324,15 +325,61 @@ def test_zero_grad_between_steps_loses_no_gradient(size):
     same(*both(CASE, size, body))
 
 
+func = torch.func
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda w, x: func.vmap(lambda row: x * row)(w).sum(0),
+    "vmap in chunks": lambda w, x: func.vmap(lambda row: x * row, chunk_size=2)(w).sum(0),
+    "grad": lambda w, x: x * func.grad(lambda each: each.pow(3).sum())(w).sum(0),
+    "vjp": lambda w, x: x * func.vjp(lambda each: each.square(), w)[0].sum(0),
+    "jacrev": lambda w, x: x * func.jacrev(lambda each: each.pow(3).sum())(w).sum(0),
+    "functionalize": lambda w, x: func.functionalize(lambda each: x * each.sum(0))(w),
+}
+
+
+class Transformed(nn.Module):
+    """A weight that is an argument of a transform of torch.func, before another weight of its bucket is used."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.weight, self.bias = way, nn.Parameter(torch.linspace(0.5, 1, 12).view(3, 4)), nn.Linear(4, 4)
+        nn.init.eye_(self.bias.weight)
+        nn.init.zeros_(self.bias.bias)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bias(TRANSFORMS[self.way](self.weight, x))
+
+
+@pytest.mark.parametrize("way", TRANSFORMS)
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 2)])
+def test_a_weight_that_is_an_argument_of_a_transform_is_updated_first(way, size, zero):
+    inputs = torch.linspace(-1, 1, 48).view(3, 4, 4).double()
+    batches, sgd = [(x, x.flip(0)) for x in inputs], functools.partial(torch.optim.SGD, lr=0.05)
+    square = lambda outputs, targets: (outputs - targets).square()  # noqa: E731
+    expected = oracle.train(Transformed(way), square, sgd, batches)
+
+    def body(comm):
+        plan = Plan(dp=size, zero=zero, update="in_forward")
+        step = TrainStep(Transformed(way), square, sgd, plan=plan, communicator=comm, clip=None)
+        losses = [step(local_batch(batch, size, step.dp_index)).loss for batch in batches]
+        step.flush()
+        return oracle.snapshot(step, losses, [])
+
+    for got in threads.run(size, body):
+        assert oracle.deviation(got, expected) <= oracle.TOLERANCE
+
+
 class UntrackedUse(nn.Module):
-    """A bias that is an argument of torch.func.vmap: no torch operation gets the parameter itself."""
+    """A bias that no torch operation gets with its class, as in an extension that torch.library does not know."""
 
     def __init__(self):
         super().__init__()
         self.bias, self.layer = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
 
     def forward(self, x):
-        return torch.func.vmap(lambda b, y: y + b)(self.bias, self.layer(x).T).T
+        outputs = self.layer(x)
+        with untracked_access():
+            return outputs + self.bias
 
 
 def test_an_unreported_parameter_use_stops_training():

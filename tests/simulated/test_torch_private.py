@@ -250,6 +250,16 @@ def test_hooks_of_several_gradients_are_recognized():
     assert not any(map(private.is_multi_grad_hook, private.tensor_hooks(other)))
 
 
+def test_arguments_of_transforms_are_reported_before_they_are_wrapped():
+    one, other, seen = parameter(2), torch.ones(2, 2), []
+    with private.reporting_transforms(seen.append), private.reporting_transforms(seen.append):
+        torch.func.vmap(lambda x, y: x + y)(one, other)
+        torch.func.grad(lambda x: x.square().sum())(one)
+        torch.func.functionalize(lambda x: x + 1)(other)
+    torch.func.vmap(torch.square)(one)
+    assert [id(each) for each in seen] == [id(each) for each in (one, other, one, other)]
+
+
 def test_a_class_that_wraps_tensors_is_recognized():
     class Wrapper(torch.Tensor):
         def __tensor_flatten__(self):

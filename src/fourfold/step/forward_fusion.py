@@ -83,7 +83,8 @@ class DeferredUpdates:
                 self._was_accessed[bucket] = False
         self._in_forward = True
         try:
-            yield
+            with self._param_access.with_transforms():
+                yield
         finally:
             self._in_forward = False
         self._update_up_to(last)
@@ -112,7 +113,7 @@ class DeferredUpdates:
         ]
         if missed:
             got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"
-            need = "no torch.func transform of a parameter itself, and operations registered with torch.library"
+            need = "operations of torch, or registered with torch.library"
             raise TrainingError(Problem(got, need, 'update = "after"'))
 
     def before_unshard(self, bucket: int) -> None:

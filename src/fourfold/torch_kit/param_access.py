@@ -8,9 +8,9 @@ Law: the report comes before every access, once per operation and bucket, never 
 of ours.
 
 Module hooks would miss a weight that is used outside its module, as in `F.linear(x, embedding.weight)`. What torch does
-not pass to the class is not seen: a parameter that is itself an argument of a `torch.func` transform, or of an
-extension not registered with `torch.library`; code compiled by TorchScript; and recomputation inside
-`torch.autograd.grad(…, parameters)`.
+not pass to the class is not seen: a parameter that is itself an argument of a `torch.func` transform, except within
+`with_transforms`, or of an extension not registered with `torch.library`; code compiled by TorchScript; and
+recomputation inside `torch.autograd.grad(…, parameters)`.
 
 Source: torch's protocol for subclasses, "Extending torch Python API" in its docs.
 """
@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
-from fourfold.torch_kit.torch_private import DisableTorchFunctionSubclass, are_transforms_active, suspend_transforms
+from fourfold.torch_kit.torch_private import (
+    DisableTorchFunctionSubclass,
+    are_transforms_active,
+    reporting_transforms,
+    suspend_transforms,
+)
 from fourfold.words.errors import Problem, TaskError
 
 NO_SAVED_TENSOR_HOOKS = "support saved tensor hooks"  # in an error message of torch.func
@@ -84,9 +89,30 @@ class ParamAccess:
         self._finalizer = weakref.finalize(self, _make_plain, weak_parameters)
         self._finalizer.atexit = False
 
+    def report(self, param_classes: Iterable[type]) -> None:
+        """An operation is about to read parameters of these classes, among others."""
+        if self.sink is not None:
+            self.operation_index += 1
+            for each in param_classes:
+                if each in self.bucket_of:
+                    self.sink.before_access(self.bucket_of[each])
+
+    @staticmethod
+    def with_transforms() -> contextlib.AbstractContextManager[None]:
+        """Within, parameters that are themselves arguments of transforms of `torch.func` are reported too."""
+        return reporting_transforms(_report_argument)
+
     def close(self) -> None:
         """Make the parameters plain again: no more reports."""
         self._finalizer()
+
+
+def _report_argument(argument: Any) -> None:
+    owner = getattr(type(argument), "access_owner", None)
+    access = None if owner is None else owner()
+    if access is not None:
+        with DisableTorchFunctionSubclass():
+            access.report([type(argument)])
 
 
 def _make_plain(parameters: Iterable[weakref.ref[nn.Parameter]]) -> None:
@@ -100,6 +126,8 @@ def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
     """A class for the parameters of one bucket: torch says which classes are among an operation's arguments."""
 
     class Parameter(nn.Parameter):
+        access_owner = owner
+
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -109,11 +137,8 @@ def _make_param_class(owner: "weakref.ref[ParamAccess]") -> type[nn.Parameter]:
                 kwargs = restore_arguments(func, tuple(args), kwargs or {})
             ours = access.bucket_of if access is not None else {cls: 0}
             with DisableTorchFunctionSubclass():
-                if access is not None and access.sink is not None and func not in METADATA_FUNCTIONS:
-                    access.operation_index += 1
-                    for each in types:
-                        if each in ours:
-                            access.sink.before_access(ours[each])
+                if access is not None and func not in METADATA_FUNCTIONS:
+                    access.report(types)
                 if all(map(ours.__contains__, types)):
                     return func(*args, **kwargs) if kwargs else func(*args)
             others = tuple(each for each in types if each not in ours and each is not Tensor)

@@ -7,12 +7,14 @@ Law: no other module names `torch._…` or a private attribute of one of torch's
 Names that a hot path calls are bound, not wrapped: they cost what torch's own cost.
 """
 
+import contextlib
 import inspect
 import operator
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +157,48 @@ def suspend_transforms() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+_transform_lock, _transform_reports = threading.Lock(), list[Callable[[Any], None]]()
+
+
+@contextlib.contextmanager
+def reporting_transforms(report: Callable[[Any], None]) -> Iterator[None]:
+    """Within, `report` gets each argument of a transform of `torch.func` before the transform wraps it.
+
+    Of all threads, which must give the same function: torch looks up in its modules what wraps arguments.
+    """
+    from torch._functorch import eager_transforms, vmap
+
+    names = (
+        (vmap, "_add_batch_dim"),
+        (eager_transforms, "_wrap_for_grad"),
+        (eager_transforms, "_wrap_functional_tensor"),
+    )
+    with _transform_lock:
+        _transform_reports.append(report)
+        if len(_transform_reports) == 1:
+            for module, name in names:
+                setattr(module, name, _Reporting(getattr(module, name), report))
+    try:
+        yield
+    finally:
+        with _transform_lock:
+            _transform_reports.remove(report)
+            if not _transform_reports:
+                for module, name in names:
+                    setattr(module, name, getattr(module, name).function)
+
+
+class _Reporting(NamedTuple):
+    """A function that reports its first argument before it is called."""
+
+    function: Callable[..., Any]
+    report: Callable[[Any], None]
+
+    def __call__(self, argument: Any, *others: Any) -> Any:
+        self.report(argument)
+        return self.function(argument, *others)
 
 
 def tensor_without_memory(cls: type[Tensor], shape: Sequence[int], **kept: Any) -> Any:
