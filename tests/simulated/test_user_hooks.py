@@ -12,7 +12,7 @@ from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.torch_kit.grad_hooks import register_last_hook
-from fourfold.words.errors import FourfoldError, TaskError
+from fourfold.words.errors import FourfoldError, TaskError, TrainingError
 
 RATE = 0.5
 PLANS = [
@@ -210,6 +210,69 @@ def test_a_hook_that_sets_a_gradient_to_none_is_refused_by_name(api, size, unuse
         return all(map(torch.equal, module.parameters(), before.parameters()))
 
     assert threads.run(size, body) == [True] * size
+
+
+class ScaledWithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Scaled(nn.Sequential):
+    """Its last weight gets None from backward, or, where it is used once more in another way, half of its gradient."""
+
+    used_again = False
+
+    def __init__(self):
+        super().__init__(*model())
+        self.scale = nn.Parameter(torch.full((2,), 0.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return ScaledWithoutGradient.apply(super().forward(x), self.scale) + (self.scale if self.used_again else 0)
+
+
+class ScaledAgain(Scaled):
+    used_again = True
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledAgain])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("api", "fields"), [
+    *((each, fields) for each, fields in APIS if "precision" not in fields and fields.get("update") != "in_backward"),
+    (parallel, {"microbatches": 2}), (parallel, {"microbatches": 2, "zero": 2}),
+])  # fmt: skip
+def test_a_function_that_gives_a_weight_no_gradient_trains_as_an_unused_weight(api, fields, size, kind):
+    theirs = kind()
+    (sum(loss(theirs(x), y).mean() for x, y in map(batch, range(size))) / size).backward()
+
+    def body(comm):
+        module = kind()
+        kept, train = api(comm, module, unused="allow", **fields)
+        train()
+        weights = dict(kept.named_weights()) if api is parallel else dict(module.named_parameters())
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+    for weights in threads.run(size, body, hosts=size):
+        for name, p in theirs.named_parameters():
+            expected = p.detach() if p.grad is None else p.detach().sub(p.grad, alpha=RATE)
+            torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fields", [{}, {"zero": 2}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_function_that_gives_a_weight_no_gradient_is_refused_as_that(size, fields):
+    def body(comm):
+        kept, train = parallel(comm, Scaled(), **fields)
+        with pytest.raises(TrainingError, match="parameter scale got no gradient"):
+            train()
+        del kept
+
+    threads.run(size, body)
 
 
 def test_a_model_with_our_hooks_is_copied_without_them():

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fourfold.torch_kit.grad_checks import raise_grad_cleared
 from fourfold.torch_kit.param_access import untracked_access
 from fourfold.torch_kit.torch_private import post_accumulate_hooks, set_post_accumulate_hooks, tensor_hooks
 
@@ -68,9 +69,23 @@ def _call_if_registered(hooks: dict[int, GradHook], key: int) -> GradHook:
 
 def has_user_hooks(parameter: Tensor) -> bool:
     """Whether someone else has registered hooks on a parameter: they expect its gradient in backward."""
+    return _has_user_post_hooks(parameter) or bool(tensor_hooks(parameter))
+
+
+def _has_user_post_hooks(parameter: Tensor) -> bool:
     hooks = post_accumulate_hooks(parameter)
     num_own = len(hooks.last_ids) if isinstance(hooks, _OrderedHooks) else 0
-    return len(hooks or ()) > num_own or bool(tensor_hooks(parameter))
+    return len(hooks or ()) > num_own
+
+
+def given_grad(parameter: Tensor, name: str) -> Tensor | None:
+    """What backward has left in `.grad`; None if it gave none, as an autograd function may that returns None.
+
+    Raises TaskError if a hook may have removed it.
+    """
+    if parameter.grad is None and _has_user_post_hooks(parameter):
+        raise_grad_cleared(name)
+    return parameter.grad
 
 
 class GradSink(Protocol):

@@ -21,11 +21,11 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import GradReducer
 from fourfold.torch_kit.grad_checks import (
     check_dense,
-    raise_grad_cleared,
     raise_grad_has_graph,
     raise_grad_written,
     raise_second_grad,
 )
+from fourfold.torch_kit.grad_hooks import given_grad
 from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
@@ -164,9 +164,9 @@ class GradBuckets:
 
     def store(self, param_index: int) -> bool:
         """Take a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
-        gradient = self.slots.parameters[param_index].grad
+        gradient = given_grad(self.slots.parameters[param_index], self.slots.names[param_index])
         if gradient is None:
-            raise_grad_cleared(self.slots.names[param_index])
+            return False
         if gradient.requires_grad:
             raise_grad_has_graph(self.slots.names[param_index])
         self._take(param_index, gradient)

@@ -15,8 +15,8 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
 from fourfold.comm.meter import CommMeter
 from fourfold.optim.flat_optimizer import UpdateSlice
-from fourfold.torch_kit.grad_checks import check_dense, raise_grad_cleared, raise_second_grad
-from fourfold.torch_kit.grad_hooks import has_user_hooks
+from fourfold.torch_kit.grad_checks import check_dense, raise_second_grad
+from fourfold.torch_kit.grad_hooks import given_grad, has_user_hooks
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
@@ -54,8 +54,8 @@ class UnbucketedGrads:
     def store(self, param_index: int) -> bool:
         """Check a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
         countdown, parameter = self.countdown, self._all_parameters[param_index]
-        if parameter.grad is None:
-            raise_grad_cleared(countdown.names[param_index])
+        if given_grad(parameter, countdown.names[param_index]) is None:
+            return False
         check_dense(parameter.grad, countdown.names[param_index])
         countdown.reached[param_index] = True
         self._add_earlier(param_index)
