@@ -57,7 +57,7 @@ from fourfold.step.across_steps import make_across_steps, num_channels
 from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.forward_fusion import DeferredUpdates
-from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount
+from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount, LossDivision
 from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
 from fourfold.step.model_layout import laid_out_specs, whole_specs
 from fourfold.step.nan_guard import NanGuard
@@ -187,7 +187,7 @@ def _make_parts(
         meter=meter,
         objective=objective,
         sync=stage.sync,
-        division=DividedByNominalCount() if plan.batch_split.num_parts > 1 else DividedByOwnCount(),
+        division=_division(plan),
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
@@ -247,6 +247,12 @@ def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objec
     check_model_loss(loss, plan)
     is_batch_split = plan.batch_split.num_parts > 1
     return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
+
+
+def _division(plan: Plan) -> LossDivision:
+    # A codec adds what it left out of a step to the next one: both are divided by the same count.
+    is_counted = plan.batch_split.num_parts == 1 and plan.codec == "none"
+    return DividedByOwnCount() if is_counted else DividedByNominalCount()
 
 
 def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, world: Communicator) -> UpdateTiming:
