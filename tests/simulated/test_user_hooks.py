@@ -219,8 +219,8 @@ class ScaledWithoutGradient(torch.autograd.Function):
         return x * weight
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0], None
+    def backward(ctx, *grad_outputs):
+        return grad_outputs[0] * ctx.saved_tensors[0], None
 
 
 class Scaled(nn.Sequential):
@@ -232,8 +232,8 @@ class Scaled(nn.Sequential):
         super().__init__(*model())
         self.scale = nn.Parameter(torch.full((2,), 0.5, dtype=torch.float64))
 
-    def forward(self, x):
-        return ScaledWithoutGradient.apply(super().forward(x), self.scale) + (self.scale if self.used_again else 0)
+    def forward(self, input):
+        return ScaledWithoutGradient.apply(super().forward(input), self.scale) + (self.scale if self.used_again else 0)
 
 
 class ScaledAgain(Scaled):

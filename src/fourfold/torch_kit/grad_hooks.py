@@ -78,14 +78,13 @@ def _has_user_post_hooks(parameter: Tensor) -> bool:
     return len(hooks or ()) > num_own
 
 
-def given_grad(parameter: Tensor, name: str) -> Tensor | None:
-    """What backward has left in `.grad`; None if it gave none, as an autograd function may that returns None.
+def check_not_cleared(parameter: Tensor, name: str) -> None:
+    """Raise TaskError for a parameter without `.grad`, if a hook may have removed it.
 
-    Raises TaskError if a hook may have removed it.
+    Else backward gave it none, as an autograd function does that returns None for it.
     """
-    if parameter.grad is None and _has_user_post_hooks(parameter):
+    if _has_user_post_hooks(parameter):
         raise_grad_cleared(name)
-    return parameter.grad
 
 
 class GradSink(Protocol):

@@ -25,7 +25,7 @@ from fourfold.torch_kit.grad_checks import (
     raise_grad_written,
     raise_second_grad,
 )
-from fourfold.torch_kit.grad_hooks import given_grad
+from fourfold.torch_kit.grad_hooks import check_not_cleared
 from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
@@ -164,8 +164,9 @@ class GradBuckets:
 
     def store(self, param_index: int) -> bool:
         """Take a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
-        gradient = given_grad(self.slots.parameters[param_index], self.slots.names[param_index])
+        gradient = self.slots.parameters[param_index].grad
         if gradient is None:
+            check_not_cleared(self.slots.parameters[param_index], self.slots.names[param_index])
             return False
         if gradient.requires_grad:
             raise_grad_has_graph(self.slots.names[param_index])

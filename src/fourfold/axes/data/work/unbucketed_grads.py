@@ -16,7 +16,7 @@ from fourfold.axes.data.work.countdown import Countdown, check_all_reached, chec
 from fourfold.comm.meter import CommMeter
 from fourfold.optim.flat_optimizer import UpdateSlice
 from fourfold.torch_kit.grad_checks import check_dense, raise_second_grad
-from fourfold.torch_kit.grad_hooks import given_grad, has_user_hooks
+from fourfold.torch_kit.grad_hooks import check_not_cleared, has_user_hooks
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 
@@ -54,7 +54,8 @@ class UnbucketedGrads:
     def store(self, param_index: int) -> bool:
         """Check a gradient that autograd has accumulated. Returns whether a bucket is complete now."""
         countdown, parameter = self.countdown, self._all_parameters[param_index]
-        if given_grad(parameter, countdown.names[param_index]) is None:
+        if parameter.grad is None:
+            check_not_cleared(parameter, countdown.names[param_index])
             return False
         check_dense(parameter.grad, countdown.names[param_index])
         countdown.reached[param_index] = True
