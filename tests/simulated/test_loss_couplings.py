@@ -225,6 +225,49 @@ def test_a_floor_under_a_loss_that_may_be_negative_is_refused(kind, floor):
     refused(net, PLANS[0], "a scalar loss of", loss)
 
 
+class Counting(nn.Module):
+    """Scores of eight classes. `counts`: divided by how many samples of a forward are of the same kind."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(FEATURES, 8), counts
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        return self.linear(x) / torch.bincount(kinds)[kinds, None] if self.counts else self.linear(x)
+
+
+def class_weights(targets: Tensor) -> Tensor:
+    return 1 / (torch.bincount(targets, minlength=8) + 1.0)
+
+
+PASSES_IN_EQUAL_PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "values with weights of classes": lambda o, t: F.cross_entropy(o, t, weight=class_weights(t), reduction="none"),
+    "torch's mean with weights of classes": lambda o, t: F.cross_entropy(o, t, weight=class_weights(t)),
+    "values divided by counts": lambda o, t: F.cross_entropy(o, t, reduction="none") / torch.bincount(t)[t],
+    "a value for each output": lambda o, t: (o - F.one_hot(t, 8)).square().mean(0),
+    "a model that counts": lambda o, t: F.cross_entropy(o, t, reduction="none"),
+    "a model that counts, and torch's mean": F.cross_entropy,
+    "a model that counts, and a mean": lambda o, t: (o - F.one_hot(t, 8)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("plan", [Plan(microbatches=4), Plan(microbatches=8), Plan(dp=2), Plan(dp=2, microbatches=2)])
+@pytest.mark.parametrize("kind", PASSES_IN_EQUAL_PARTS)
+def test_a_coupling_that_few_samples_of_different_classes_hide_is_refused(kind: str, plan: Plan) -> None:
+    inputs, targets = batch()[0], torch.arange(SAMPLES)
+
+    def body(comm: Any) -> None:
+        with SEED_LOCK:
+            torch.manual_seed(0)
+            model = Counting("a model" in kind)
+        step = TrainStep(model, PASSES_IN_EQUAL_PARTS[kind], sgd, plan=plan, communicator=comm)
+        given = tree_map(({"x": inputs, "kinds": targets}, targets), lambda t: t.chunk(plan.dp)[step.dp_index])
+        with pytest.raises(TaskError, match="for the same samples in parts of"):
+            step.dry_run(given, training=True)
+
+    threads.run(plan.dp, body)
+
+
 class Clamp(torch.autograd.Function):
     """A backward that looks at one sample at a time, but is not linear in the upstream gradient."""
 

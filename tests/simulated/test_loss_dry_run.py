@@ -196,7 +196,8 @@ def test_unreduced_values_are_compared_only_once():
             step(batch())
 
     threads.run(1, body)
-    assert calls == [3, 1, 2] * 2 + [3] * 6  # in the dtype of the model, in float64, and in two steps
+    # In the dtype of the model, of the batch and of repeated samples; of repeated ones in float64; and in two steps.
+    assert calls == [3, 1, 2] * 2 + [4, 1, 3] + [3] * 6
 
 
 def test_no_dry_run_happens_if_no_batch_is_split():

@@ -121,6 +121,18 @@ def batch_and_parts(batch: Any) -> tuple[Any, list[Any]]:
     return batch, [slice_samples(batch, *span) for span in ((0, first), (first, samples))]
 
 
+def repeated_and_parts(batch: Any, num_repeated: int) -> tuple[Any, list[Any]]:
+    """A batch with its first samples once more, and two parts of it: these samples, and all others with them again.
+
+    So there are several samples of one class, in one part fewer than in all. A single sample is doubled first.
+    """
+    if num_samples(batch) == 1:
+        batch = tree_map(batch, lambda tensor: torch.cat([tensor, tensor]))
+    repeated = tree_map(unpack_batch(batch), lambda tensor: torch.cat([tensor, tensor[:num_repeated]]))
+    samples = num_samples(repeated)
+    return repeated, [slice_samples(repeated, *span) for span in ((0, num_repeated), (num_repeated, samples))]
+
+
 def shorten(batch: Any, num_kept: int) -> Any:
     """`num_kept` successive tokens of each sample, where most targets are; None: it has no more tokens than that.
 

@@ -19,6 +19,7 @@ from fourfold.model.batch import (
     Microbatch,
     batch_and_parts,
     num_samples,
+    repeated_and_parts,
     slice_samples,
     split_microbatches,
     unpack_batch,
@@ -128,12 +129,12 @@ class ForwardComparison:
                 problems = self._state_problems(batch, [*parts, full]) or problems
             if full.loss_state_changes:
                 problems += self._loss_state_problems(batch, [*parts, full])
+            loss = {"loss": self._compare_losses(batch, full, parts)} if is_loss_compared else {}
         if self._is_scalar(full) and self._objective.is_compiled:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
-        report = {"problems": problems, **self._summarize(full._replace(has_writes=has_writes)), **form}
-        return {**report, "loss": self._compare_losses(batch, full, parts)} if is_loss_compared else report
+        return {"problems": problems, **self._summarize(full._replace(has_writes=has_writes)), **form, **loss}
 
     def extend_compared(self, batch: Any, few: Any) -> None:
         """The samples that were compared were shortened ones of a batch: from now on those of the batch count."""
@@ -224,29 +225,36 @@ class ForwardComparison:
     # ---- comparison ---------------------------------------------------------------------------------
 
     def _compare_losses(self, batch: Any, full: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
-        forwards = (full, *parts)
-        full_result, *part_results = [forward.result for forward in forwards if forward.result is not None]
-        outputs = [
-            leaf.detach()
-            for result in (full_result, *part_results)
-            for leaf in tree_leaves(result.outputs)
-            if leaf.is_floating_point()
-        ]
-        comparison = compare_losses(
-            full_result,
-            part_results,
-            part_sizes=[forward.num_samples for forward in parts],
-            min_itemsize=min(forward.min_itemsize for forward in forwards),
-            max_output=max(map(_max_finite, outputs), default=0.0),
-        )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
+        comparison = _compare_forwards(full, parts)
         # With a single part, the model takes one sample at a time.
         if comparison.is_comparable and not comparison.has_randomness and len(parts) > 1:
             self.compared_batch = ComparedBatch(batch, -(-full.num_elements // full.num_samples))
-        if not comparison.is_comparable or comparison.problem is not None or not self._is_scalar(full):
+        if not comparison.is_comparable or comparison.problem is not None:
+            return comparison
+        if not comparison.has_randomness and (fault := self._find_fault_of_repeated(batch)) is not None:
+            return fault
+        if not self._is_scalar(full):
             return comparison
         if comparison.is_torch_mean:
             return comparison
-        return self._probe_loss(full, full_result, comparison, _of_samples(full, parts))
+        assert full.result is not None
+        return self._probe_loss(full, full.result, comparison, _of_samples(full, parts))
+
+    def _find_fault_of_repeated(self, batch: Any) -> LossComparison | None:
+        """A comparison of samples that are repeated, of a loss or a model that mixes them; None if it shows none.
+
+        It takes at least three samples, else not more than the batch has, and cuts where the batch was cut: a model
+        may want samples in groups. Other losses than values and torch's means are probed.
+        """
+        first = max(1, num_samples(batch) // 3)
+        whole, parts = repeated_and_parts(slice_samples(batch, 0, 2 * first), first)
+        try:
+            with self._objective.trying():
+                found = _compare_forwards(self._forward(whole), [self._forward(each) for each in parts])
+        except Exception:  # of a model that takes another number of samples
+            return None
+        is_shown = found.is_comparable and (found.is_unreduced or found.is_torch_mean or found.mixes_outputs)
+        return found if is_shown and not found.is_additive and not found.has_randomness else None
 
     def _probe_loss(
         self, full: DryRunForward, result: ForwardResult, comparison: LossComparison, of_samples: Sequence[bool]
@@ -309,6 +317,25 @@ class ForwardComparison:
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
         names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
         return [loss_state_problem(names, self._split.num_parts)] if names else []
+
+
+def _compare_forwards(full: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
+    """Compare the losses of forwards that have one."""
+    forwards = (full, *parts)
+    full_result, *part_results = [forward.result for forward in forwards if forward.result is not None]
+    outputs = [
+        leaf.detach()
+        for result in (full_result, *part_results)
+        for leaf in tree_leaves(result.outputs)
+        if leaf.is_floating_point()
+    ]
+    return compare_losses(
+        full_result,
+        part_results,
+        part_sizes=[forward.num_samples for forward in parts],
+        min_itemsize=min(forward.min_itemsize for forward in forwards),
+        max_output=max(map(_max_finite, outputs), default=0.0),
+    )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
 
 
 def _of_samples(full: DryRunForward, parts: Sequence[DryRunForward]) -> list[bool]:

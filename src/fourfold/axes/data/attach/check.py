@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fourfold.comm.communicator import Communicator
-from fourfold.model.batch import batch_and_parts, num_samples, shorten, subsample
+from fourfold.model.batch import num_samples, repeated_and_parts, shorten, subsample
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import Objective
@@ -31,7 +31,7 @@ from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.torch_kit.torch_private import is_compiled
 from fourfold.words.errors import Problem, TaskError
 
-NUM_CHECKED_SAMPLES = 6  # parts of 2 and 4: a model may mistake a single sample for a batch without its first dim
+NUM_CHECKED_SAMPLES = 6  # parts of 2 and 6: a model may mistake a single sample for a batch without its first dim
 NUM_COMPARED_TOKENS, NUM_CHECKED_TOKENS = 256, 96  # of all samples together, in forwards and in float64
 MIN_TOKENS = 16  # of a sample
 log = logging.getLogger("fourfold")
@@ -190,9 +190,9 @@ class GradientCheck:
     def memory_fits(self) -> Sequence[bool]:
         task, compared, activations = self._task, self._forwards.comparison.compared_batch, 0
         if compared is not None:
-            # Activations have gradients too; a single sample is checked as two.
-            checked = max(2, min(num_samples(compared.batch), NUM_CHECKED_SAMPLES))
-            activations = 2 * compared.elements_per_sample * checked
+            # Activations have gradients too; some samples are checked twice.
+            checked = min(num_samples(compared.batch), NUM_CHECKED_SAMPLES)
+            activations = 2 * compared.elements_per_sample * max(3, checked * 4 // 3)
         num_ranks = task.world.world.local_size
         return find_memory_fit(task.model, task.world.device, num_local_ranks=num_ranks, num_activations=activations)
 
@@ -212,7 +212,7 @@ class GradientCheck:
         result, task = CheckResult(), self._task
         for few in (shorten(batch, max(MIN_TOKENS, NUM_CHECKED_TOKENS // num_samples(batch))), batch):
             if few is not None:
-                full, parts = batch_and_parts(few)
+                full, parts = repeated_and_parts(few, max(1, num_samples(few) // 3))
                 result = check_loss(
                     task.model, task.objective, full, parts, memory_fit=memory_fit, device=task.world.device
                 )
