@@ -349,3 +349,43 @@ def test_a_clamp_of_gradients_trains_microbatches_of_equal_counts_and_refuses_ot
         assert all(map(torch.equal, before, model.parameters()))
 
     threads.run(2, body)
+
+
+def of_two_classes(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Values of some samples only: of a microbatch perhaps one, in shape [1]."""
+    return F.cross_entropy(outputs, targets, reduction="none")[targets > 0]
+
+
+def in_shape_1(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets).reshape(1)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(microbatches=2), Plan(microbatches=4), Plan(dp=2), Plan(microbatches=8)], ids=str
+)
+@pytest.mark.parametrize("loss", [of_two_classes, in_shape_1])
+def test_one_value_that_is_left_of_several_is_no_scalar(loss: Any, plan: Plan) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 3, dtype=torch.float64)
+
+    generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+    batches = [
+        (torch.randn(8, 6, generator=each, dtype=torch.float64), torch.randint(0, 3, (8,), generator=each))
+        for each in generators
+    ]
+    alone, expected = model(), list[float]()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.3)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        value = loss(alone(inputs), targets).mean()
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+
+    def train(comm: Any) -> list[float]:
+        step = TrainStep(model(), loss, functools.partial(torch.optim.SGD, lr=0.3), plan=plan, communicator=comm)
+        half = slice(4 * comm.rank, 4 * comm.rank + 8 // plan.dp)
+        return [step((inputs[half], targets[half])).loss for inputs, targets in batches]
+
+    assert threads.run(plan.dp, train)[0] == pytest.approx(expected, rel=1e-9)

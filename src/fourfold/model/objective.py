@@ -208,14 +208,13 @@ class Objective:
         self.observes_forward = self._has_calls_in_forward
 
     def is_scalar(self, value: Any, num_samples: int) -> bool:
-        """Whether this is a scalar loss. Shape [1] is one too, unless it is the unreduced value of one sample."""
+        """Whether this is a scalar loss. Shape [1] is one too, unless it is the value of one sample, or the only one
+        that the loss has left: a dry run tells."""
         if not isinstance(value, Tensor) or value.numel() != 1:
             return False
         if value.dim() == 0:
             return True
-        if num_samples > 1:
-            self.is_shape_1_scalar = True
-        return bool(self.is_shape_1_scalar)
+        return num_samples > 1 if self.is_shape_1_scalar is None else self.is_shape_1_scalar
 
     def sum_loss(self, value: Any, calls: Sequence[LossCall], num_samples: int) -> Loss:
         """The loss as a sum and a count. `calls`: those it was made of."""

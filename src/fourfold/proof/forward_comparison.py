@@ -111,6 +111,8 @@ class ForwardComparison:
                 return {}
         with eval_mode(self._model) if is_local or not training else contextlib.nullcontext():
             full = self._forward(batch)
+            if full.num_samples > 1 and self._objective.is_shape_1_scalar is None:
+                self._objective.is_shape_1_scalar = _has_shape_1(full)  # of several values, a part may have one
             raw_loss = None if full.result is None else full.result.raw_loss
             # A pair (sum, count) is not compared: it says that the loss of a part is what the user wants.
             is_loss_compared = isinstance(raw_loss, Tensor) and (training or raw_loss.numel() == 1)
@@ -134,7 +136,7 @@ class ForwardComparison:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
-        return {"problems": problems, **self._summarize(full._replace(has_writes=has_writes)), **form, **loss}
+        return {"problems": problems, **self._summarize(full._replace(has_writes=has_writes), parts), **form, **loss}
 
     def extend_compared(self, batch: Any, few: Any) -> None:
         """The samples that were compared were shortened ones of a batch: from now on those of the batch count."""
@@ -147,10 +149,10 @@ class ForwardComparison:
     def _is_scalar(self, forward: DryRunForward) -> bool:
         return forward.result is not None and self._objective.is_scalar(forward.result.raw_loss, forward.num_samples)
 
-    def _summarize(self, full: DryRunForward) -> dict[str, Any]:
+    def _summarize(self, full: DryRunForward, parts: Sequence[DryRunForward]) -> dict[str, Any]:
         return {
             "has_writes": self._compares_state and full.has_writes,
-            "is_shape_1_scalar": self._objective.is_shape_1_scalar,
+            "is_shape_1_scalar": full.num_samples > 1 and all(map(_has_shape_1, (full, *parts))),
             "uses_counts": self._objective.uses_counts,
             "state_changes": summarize_changes(full.state_changes),
         }
@@ -317,6 +319,12 @@ class ForwardComparison:
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
         names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
         return [loss_state_problem(names, self._split.num_parts)] if names else []
+
+
+def _has_shape_1(forward: DryRunForward) -> bool:
+    """Whether the loss has shape [1]. Of unreduced values, all samples have more than some of them."""
+    loss = None if forward.result is None else forward.result.raw_loss
+    return isinstance(loss, Tensor) and loss.dim() > 0 and loss.numel() == 1
 
 
 def _compare_forwards(full: DryRunForward, parts: Sequence[DryRunForward]) -> LossComparison:
