@@ -366,8 +366,9 @@ def in_shape_1(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [of_two_classes, in_shape_1])
 def test_one_value_that_is_left_of_several_is_no_scalar(loss: Any, plan: Plan) -> None:
     def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Linear(6, 3, dtype=torch.float64)
+        with SEED_LOCK:
+            torch.manual_seed(0)
+            return nn.Linear(6, 3, dtype=torch.float64)
 
     generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
     batches = [

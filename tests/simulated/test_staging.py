@@ -241,11 +241,11 @@ def test_batches_are_the_same_whatever_the_cache_holds(tmp_path, limit, num_ahea
 
 
 def is_locked(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except (BlockingIOError, FileNotFoundError):  # a thread has just renamed or removed it
+        return True
     return False
 
 
