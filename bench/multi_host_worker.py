@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fourfold as ff
 from fourfold.feed.source import fetch
 from fourfold.orders.sample_order import shard_range
-from fourfold.plan.plan_fields import FIELD_RULES, parse_value
+from fourfold.plan.plan_fields import PLAN_FIELDS, parse_value
 from fourfold.tasks import lm
 
 VALID_BYTES = 16_384
@@ -133,7 +133,7 @@ def parse_plan(contender: str, size: int) -> ff.Plan:
     values: dict[str, object] = {"dp": size}
     for field in filter(None, contender.partition(":")[2].split(",")):
         name, _, text = field.partition("=")
-        values[name] = parse_value(name, text) if name in FIELD_RULES else text
+        values[name] = parse_value(name, text) if name in PLAN_FIELDS else text
     return ff.Plan.from_dict(values)
 
 

@@ -17,7 +17,7 @@ import torch
 from fourfold.axes.context.rules.layout import RINGS
 from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.optim import user_optimizer
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.step.model_checks import check_plan_on_ranks, check_update_timing
 from fourfold.testing import oracle, threads
 from fourfold.testing.oracle import TOLERANCE, TrainingResult
@@ -64,8 +64,8 @@ TENSOR_SIZES = (1, 2, 4)
 STEP = ("step", 10, 1.0, 0.0)  # sync, local steps, rate and momentum of the outer update
 CHOICES: dict[str, tuple[Any, ...]] = {
     "place": PLACES,
-    "zero": FIELD_RULES["zero"].choices,
-    "update": FIELD_RULES["update"].choices,
+    "zero": PLAN_FIELDS["zero"].choices,
+    "update": PLAN_FIELDS["update"].choices,
     "shard": (None, 1, 2),
     "model": ("mlp", "tied", "frozen", "unused", "lm", "digits", *AWKWARD_MODELS),
     "loss": tuple(cases.LOSSES),
@@ -77,11 +77,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "microbatches": (1, 2, 3),
     "clip": (None, 0.05),
     "bucket_bytes": (1500, 1, 2**20),
-    "unused": FIELD_RULES["unused"].choices,
-    "codec": FIELD_RULES["codec"].choices,
+    "unused": PLAN_FIELDS["unused"].choices,
+    "codec": PLAN_FIELDS["codec"].choices,
     "sync": (STEP, ("local", 1, 0.7, 0.0), ("local", 2, 1.0, 0.9)),
     "dtypes": (("keep", "keep"), ("keep", "fp32"), ("bf16", "keep"), ("bf16", "fp32"), ("fp16", "fp32")),
-    "offload": FIELD_RULES["offload"].choices,
+    "offload": PLAN_FIELDS["offload"].choices,
 }
 PLAIN: Row = {name: values[0] for name, values in CHOICES.items()} | {"place": Place(2), "zero": 1}
 LM = PLAIN | {"model": "lm", "sequence": (2, "zigzag", 1)}

@@ -19,7 +19,7 @@ from fourfold.plan.check import (
 )
 from fourfold.plan.model_traits import ModelTraits, trait_problems
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 
 
 def test_legality_is_decided_without_torch():
@@ -83,7 +83,7 @@ def test_a_mesh_of_the_wrong_size_is_refused_and_one_that_fits_suggested(num_ran
 
 
 @given(
-    st.fixed_dictionaries({name: st.sampled_from(FIELD_RULES[name].choices) for name in ("zero", "update", "unused")})
+    st.fixed_dictionaries({name: st.sampled_from(PLAN_FIELDS[name].choices) for name in ("zero", "update", "unused")})
 )
 def test_zero_update_and_unused_combine_freely_except_with_in_backward(fields):
     problems = combination_problems(Plan(dp=2, **fields), clip=1.0)

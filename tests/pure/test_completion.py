@@ -14,7 +14,7 @@ from fourfold.cli import completion, main
 from fourfold.cli.commands import COMMANDS, app
 from fourfold.cli.completion import EXPORT_OPTIONS
 from fourfold.plan.ask import ask_names
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS
 from fourfold.plan.recipes import recipe_names
 from fourfold.trainer.callbacks.registry import SHIPPED
 from tests.spawned import SOURCE
@@ -56,7 +56,7 @@ def test_a_word_is_completed_by_what_may_stand_in_its_place(tmp_path, monkeypatc
     assert offered("checkpoint export first --f") == ["--format"]
     assert offered("run ") == offered("nonsense ") == []
     assert all(
-        rule.choices or rule.type is bool or offered(f"train {name}=") == [] for name, rule in FIELD_RULES.items()
+        rule.choices or rule.type is bool or offered(f"train {name}=") == [] for name, rule in PLAN_FIELDS.items()
     )
 
 

@@ -12,12 +12,12 @@ from fourfold.cli.arguments import SETTINGS
 from fourfold.cli.plan.arguments import OWN_WORDS
 from fourfold.cli.plan.gpt import FIELDS as GPT_FIELDS
 from fourfold.plan.decode import format_value
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.clusters import FIELDS as CLUSTER_FIELDS
 from fourfold.words.errors import SettingError
 from fourfold.words.field import Field, value_text
 
-DECLARED = [FIELD_RULES, SETTINGS, OWN_WORDS, GPT_FIELDS, CLUSTER_FIELDS]
+DECLARED = [PLAN_FIELDS, SETTINGS, OWN_WORDS, GPT_FIELDS, CLUSTER_FIELDS]
 BOUNDS = st.none() | st.integers(-3, 3)
 NUMBERS = st.integers(-5, 5) | st.floats(-5, 5).map(lambda value: round(value, 2))
 VALUES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "a", "b", "true", "3"])

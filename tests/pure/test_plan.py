@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value
 from fourfold.words.errors import PlanError
 
 PLANS = st.builds(
@@ -36,7 +36,7 @@ def test_a_plan_survives_a_round_trip_through_toml(plan, defaults):
 def test_every_field_has_a_rule_that_accepts_its_default():
     assert tuple(field.name for field in dataclasses.fields(Plan)) == FIELDS
     for field in dataclasses.fields(Plan):
-        rule = FIELD_RULES[field.name]
+        rule = PLAN_FIELDS[field.name]
         assert rule.accepts(field.default)
         assert rule.supported is None or field.default in rule.supported
 

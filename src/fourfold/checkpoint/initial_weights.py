@@ -7,8 +7,7 @@
 Law: with tp > 1 a rank reads its shards of the weights that are split, and no other bytes of them. A tied weight may
 stand in the files under one of its names, or under all of them with the same values, which are compared. A tensor that
 transformers' `from_pretrained` would read or skip without a word is read or skipped here too.
-Law: files are data: no pickle is read, and no name leads out of the folder. Of a shard, only
-its own bytes are read.
+Law: files are data: no pickle is read, and no name leads out of the folder.
 
 Source: the safetensors format: 8 bytes of length, a JSON header with the place of each tensor, and the tensors.
 """

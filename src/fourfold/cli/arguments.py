@@ -17,7 +17,7 @@ from typing import Any
 
 from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
 from fourfold.plan.lr_schedule import LRSchedule
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, Settings
@@ -174,7 +174,7 @@ def has_several_values(key: str, text: str, arguments: Mapping[str, Field]) -> b
     """Whether the commas of `key=a,b` stand between values of the key, and not within one: a text or a tuple."""
     if "," not in text:
         return False
-    key_type = FIELD_RULES.get(key) or arguments.get(key) or SETTINGS.get(key)
+    key_type = PLAN_FIELDS.get(key) or arguments.get(key) or SETTINGS.get(key)
     return key_type is not None and not key_type.has_commas
 
 

@@ -84,7 +84,7 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
     from fourfold.cli.task_source import argument_names
-    from fourfold.plan.plan_fields import FIELD_RULES
+    from fourfold.plan.plan_fields import PLAN_FIELDS
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
     from fourfold.trainer.run_identity import HF_PREFIX
 
@@ -94,12 +94,12 @@ def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     if key == CALLBACK_WORD and equals:
         return [f"{key}={names}" for names in _callback_values(before, value)]
     if equals:
-        rule = FIELD_RULES.get(key) or SETTINGS.get(key)
+        rule = PLAN_FIELDS.get(key) or SETTINGS.get(key)
         return [] if rule is None else [f"{key}={value}" for value in rule.offered]
     free = [word for word in before if not KEY_VALUE.fullmatch(word) and not word.startswith("-")]
     tasks = [word for word in free if not word.endswith(".toml") and not word.startswith(RECIPE_PREFIX)]
     given = {word.partition("=")[0] for word in before} - {CALLBACK_WORD}  # it may be repeated
-    keys = {*FIELD_RULES, *SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
+    keys = {*PLAN_FIELDS, *SETTINGS, *(argument_names(tasks[0] if tasks else DEFAULT_TASK) or [])}
     keys = (keys | _callback_options(before)) - given
     has_plan = len(free) > len(tasks)
     return [

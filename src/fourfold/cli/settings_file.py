@@ -16,7 +16,7 @@ from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, SETTINGS, ParsedVa
 from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name, task_file
@@ -252,7 +252,7 @@ def _place_of(key: str, types: Arguments) -> str | None:
 
 def _is_none(name: str, value: Any) -> bool:
     """Whether a plan field has the text that stands for no value, as on the command line."""
-    return value == "none" and name in FIELD_RULES and FIELD_RULES[name].is_optional
+    return value == "none" and name in PLAN_FIELDS and PLAN_FIELDS[name].is_optional
 
 
 def _value_need(key: str, value: Any, key_type: Field) -> tuple[str, str]:

@@ -4,26 +4,28 @@ import re
 from collections.abc import Mapping
 
 from fourfold.cli.arguments import SETTINGS
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.words.field import Field, Setting, value_text
 
-HELP_INDENT = " " * 13
+TRAIN_INDENT, SHOW_INDENT = " " * 13, "  "
 LINK = re.compile(r"\[([^\[\]]++)\]\([^()]++\)")
 SEE = re.compile(r" \(\[[^\[\]]++\]\([^()]++\)\)")  # a link between brackets
 
 
 def help_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
     """A line for each setting: its name, its meaning, its default."""
-    width = max(map(len, settings))
-    lines = [f"{name:<{width}}  {each.help} ({each.default_text})" for name, each in settings.items()]
-    return "\n".join(HELP_INDENT + line for line in lines)
+    return _lines({name: (each.help, each.default_text) for name, each in settings.items()}, TRAIN_INDENT)
 
 
 def plan_help_table() -> str:
     """The same of the fields of a plan."""
-    width = max(map(len, FIELD_RULES))
-    lines = [f"{name:<{width}}  {_plain(each.help)} ({_default(each)})" for name, each in FIELD_RULES.items()]
-    return "\n".join(HELP_INDENT + line for line in lines)
+    return _lines({name: (_plain(each.help), _default(each)) for name, each in PLAN_FIELDS.items()}, SHOW_INDENT)
+
+
+def _lines(rows: Mapping[str, tuple[str, str]], indent: str) -> str:
+    """`rows`: meaning and default, by name."""
+    width = max(map(len, rows))
+    return "\n".join(f"{indent}{name:<{width}}  {meaning} ({default})" for name, (meaning, default) in rows.items())
 
 
 def markdown_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
@@ -34,7 +36,7 @@ def markdown_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
 
 def plan_markdown_table() -> str:
     """The fields of a plan as a table in Markdown."""
-    rows = [f"| `{name}` | {_default(each)} | {_values(each)} | {each.help} |" for name, each in FIELD_RULES.items()]
+    rows = [f"| `{name}` | {_default(each)} | {_values(each)} | {each.help} |" for name, each in PLAN_FIELDS.items()]
     return "\n".join(["| field | default | values | meaning |", "|---|---|---|---|", *rows])
 
 

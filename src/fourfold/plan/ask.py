@@ -14,7 +14,7 @@ from typing import Self
 
 from fourfold.plan.decode import DecodeError, format_pair, from_toml
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
-from fourfold.plan.plan_fields import FIELD_RULES, FIELDS, MAX_RANKS, plan_problems
+from fourfold.plan.plan_fields import FIELDS, MAX_RANKS, PLAN_FIELDS, plan_problems
 from fourfold.words.errors import PlanError, Problem, closest_match
 from fourfold.words.field import to_builtin
 from fourfold.words.mesh import AXES, Mesh
@@ -38,7 +38,7 @@ ON_REQUEST = ("precision",)
 
 def is_left_open(field: str, value: object) -> bool:
     """Whether this value of a plan's field leaves it to the planner: "auto", unless that is a value of the field."""
-    return value == AUTO and AUTO not in FIELD_RULES[field].choices
+    return value == AUTO and AUTO not in PLAN_FIELDS[field].choices
 
 
 @dataclass(frozen=True, init=False)
@@ -90,7 +90,7 @@ class Ask:
     @classmethod
     def from_dict(cls, values: Mapping[str, object], *, where: str = "the ask") -> Self:
         """The ask with these values. Raises PlanError."""
-        optional = {name for name, rule in FIELD_RULES.items() if rule.is_optional}
+        optional = {name for name, rule in PLAN_FIELDS.items() if rule.is_optional}
         try:
             return cls(
                 **{name: None if value == NONE and name in optional else value for name, value in values.items()}

@@ -159,8 +159,8 @@ class PlanFields:
     )
 
 
-FIELD_RULES: dict[str, Field] = declared_fields(PlanFields)
-FIELDS = tuple(FIELD_RULES)
+PLAN_FIELDS: dict[str, Field] = declared_fields(PlanFields)
+FIELDS = tuple(PLAN_FIELDS)
 
 
 def plan_problems(values: Mapping[str, object]) -> list[Problem]:
@@ -168,7 +168,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     values = {name: to_builtin(value) for name, value in values.items()}
     problems: list[Problem] = []
     for name, value in values.items():
-        rule = FIELD_RULES.get(name)
+        rule = PLAN_FIELDS.get(name)
         if rule is None:
             close = closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
@@ -184,8 +184,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     if (
         isinstance(cp, int)
         and isinstance(ulysses, int)
-        and FIELD_RULES["ulysses"].accepts(ulysses)
-        and FIELD_RULES["cp"].accepts(cp)
+        and PLAN_FIELDS["ulysses"].accepts(ulysses)
+        and PLAN_FIELDS["cp"].accepts(cp)
     ):
         problem = ulysses_problem(cp, ulysses)
         problems += [] if problem is None else [problem]
@@ -218,7 +218,7 @@ def shard_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 def parse_value(name: str, text: str) -> object:
     """The value of a plan field given as `key=value` on a command line; what is no value stays a text."""
-    rule = FIELD_RULES[name]
+    rule = PLAN_FIELDS[name]
     if rule.is_optional and text == "none":
         return None
     try:

@@ -250,7 +250,10 @@ def copy_with_hooks(model: nn.Module, optimizer: OptimizerSource) -> tuple[nn.Mo
     """
     check_weights_apart(model)
     is_given = isinstance(optimizer, Optimizer)
-    copies = deep_copy((model, optimizer), model) if is_given else (deep_copy(model, model), optimizer)
+    purpose = "verify trains copies on one device"
+    copies = (
+        deep_copy((model, optimizer), model, purpose) if is_given else (deep_copy(model, model, purpose), optimizer)
+    )
     for own, new in zip(model.parameters(), copies[0].parameters(), strict=True):
         for hook in tensor_hooks(own) if new.requires_grad else ():
             new.register_hook(hook)

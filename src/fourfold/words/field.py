@@ -63,6 +63,7 @@ class Field:
     dimension: Dimension | None = None
     check: Callable[[Any, str], list[Problem]] | None = None
     attempt: str = ""
+    # By a factory: a dataclass takes MISSING itself for "no default".
     default: Any = dataclasses.field(default_factory=lambda: dataclasses.MISSING)
     default_text: str = ""
 
@@ -89,13 +90,15 @@ class Field:
         return self._has_type(value) and self._is_within(value)
 
     def _has_type(self, value: object) -> bool:
-        # Planning makes many thousands of plans: most values have the type itself, or are no instance of an ABC.
+        kind = type(value)
+        if kind is self.type and kind in (int, str, bool):  # most values: planning makes many thousands of plans
+            return True
         if self.type is None:
-            return type(value) in SCALARS
+            return kind in SCALARS
         if self.type is float:
-            return type(value) is int or is_real(value)
+            return is_real(value)
         if self.type is int:
-            return type(value) is int or is_int(value)
+            return is_int(value)
         if self.type is tuple:
             return type(value) is tuple and all(map(is_real, value))
         return isinstance(value, (str, os.PathLike) if self.type is os.PathLike else self.type)

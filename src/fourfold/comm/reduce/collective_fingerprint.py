@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fourfold.comm.collectives import Group, all_gather_rows
-from fourfold.comm.reduce import collective_fingerprint
 from fourfold.comm.reduce.divergence_report import divergence_error
 from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS
 from fourfold.words.errors import DivergenceError
@@ -98,16 +97,15 @@ class FingerprintCheck:
         assert len(values) <= NUM_LOSS_SCALARS
         tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
         tensor[: len(values)] = values
-        tensor[NUM_LOSS_SCALARS + self._index] = collective_fingerprint.fingerprint(call)
+        tensor[NUM_LOSS_SCALARS + self._index] = fingerprint(call)
         return tensor
 
     def check(self, sums: Sequence[float], call: str) -> None:
         """Raise DivergenceError, on every member, unless all fingerprints are the same. Then gathers the calls."""
         if len(set(sums[NUM_LOSS_SCALARS:])) == 1:
             return
-        text = torch.frombuffer(bytearray(collective_fingerprint.encode_call(call)), dtype=torch.uint8).to(self._device)
+        text = torch.frombuffer(bytearray(encode_call(call)), dtype=torch.uint8).to(self._device)
         texts = [
-            collective_fingerprint.decode_call(bytes(row.tolist()))
-            for row in all_gather_rows(self._group, text, size=len(self._members))
+            decode_call(bytes(row.tolist())) for row in all_gather_rows(self._group, text, size=len(self._members))
         ]
         raise divergence_error(dict(zip(self._members, texts, strict=True)))

@@ -1,4 +1,4 @@
-"""Tensor groups: the collectives of the tensor axis, over shared memory or in messages over gloo or NCCL.
+"""Transports of tensor groups: shared memory, or messages over gloo or NCCL, and the choice between them.
 
 block     one rank's tensor of a collective, in one of two areas of its region alternately
 publish   put the block there, unless it was computed there, and raise PUBLISHED: its count is that of collectives

@@ -4,8 +4,8 @@ row     the values of a query's columns, or of a document's fields
 key     a column that is different in each row
 binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
 type    of a column: that of most of its values; in SQLite and MongoDB, rows may have values of others
-Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. Both hold few rows at once, however
-many they give: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
+Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. A scan holds few rows at once,
+however many it gives: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
 import math

@@ -183,6 +183,7 @@ def _damaged(path: Path) -> DataError:
 
 
 NUM_TYPED = 64  # rows, spread evenly, that show the types of the columns
+TYPED_TOGETHER = 4  # of them: a server may send all rows of a query before the first is read, and a row may be large
 
 
 class RowSource:
@@ -198,7 +199,8 @@ class RowSource:
             self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
         some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
         keys = [each.key for each in self._index.rows(list(dict.fromkeys(some)))]
-        self._retry(lambda: columns.learn_types(database.rows(keys)))
+        groups = [keys[start : start + TYPED_TOGETHER] for start in range(0, len(keys), TYPED_TOGETHER)]
+        self._retry(lambda: columns.learn_types(row for group in groups for row in database.rows(group)))
 
     def __len__(self) -> int:
         return len(self._index)

@@ -120,15 +120,14 @@ class _SqliteDatabase:
             raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
 
     def scan(self) -> Iterator[Row]:
-        cursor = self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
-        yield from iter(cursor.fetchone, None)
+        yield from self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
 
     def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
         for start in range(0, len(keys), MAX_SQLITE_KEYS):
             some = list(keys[start : start + MAX_SQLITE_KEYS])
             marks = ", ".join("?" * len(some))
             text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
-            yield from iter(self._connection().execute(text, some).fetchone, None)
+            yield from self._connection().execute(text, some)
 
     def disconnect(self) -> None:
         self._connections.close()
@@ -187,15 +186,15 @@ class _PostgresDatabase:
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
 
     def scan(self) -> Iterator[Row]:
-        yield from self._stream(f"SELECT * FROM {self._source} ORDER BY {self._key}", ())
+        text = f"SELECT * FROM {self._source} ORDER BY {self._key}"
+        with self._connection().cursor() as cursor:
+            # As they arrive: a cursor of the server would send a number of them at once.
+            yield from cursor.stream(text, (), binary=True)
 
     def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
-        yield from self._stream(f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)", [list(keys)])
-
-    def _stream(self, text: str, parameters: Sequence[Any]) -> Iterator[Row]:
-        """The rows of one statement, as they arrive: a cursor of the server would send a number of them at once."""
-        with self._connection().cursor() as cursor:
-            yield from cursor.stream(text, parameters, binary=True)
+        text = f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)"
+        with self._connection().cursor(binary=True) as cursor:
+            yield from cursor.execute(text, [list(keys)]).fetchall()
 
     def disconnect(self) -> None:
         self._connections.close()

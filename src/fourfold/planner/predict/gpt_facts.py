@@ -28,7 +28,6 @@ from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
-from fourfold.planner.predict import gpt_facts
 from fourfold.planner.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
@@ -472,9 +471,9 @@ class GptFacts:
         return SegmentFacts(
             "",
             (),
-            gpt_facts.block_operations(rank),
-            gpt_facts.block_saved_bytes(rank),
-            gpt_facts.block_collectives(rank),
+            block_operations(rank),
+            block_saved_bytes(rank),
+            block_collectives(rank),
             temporary,
         )
 
@@ -484,9 +483,9 @@ def _first(rank: RankShape) -> SegmentFacts:
     return SegmentFacts(
         "",
         (EMBEDDING, POSITIONS),
-        gpt_facts.first_operations(rank),
+        first_operations(rank),
         _whatever_is_recomputed(rank.hidden_here * MASK_BYTES),
-        gpt_facts.first_collectives(rank),
+        first_collectives(rank),
     )
 
 
@@ -496,9 +495,9 @@ def _last(rank: RankShape) -> SegmentFacts:
     return SegmentFacts(
         "",
         (EMBEDDING,),
-        gpt_facts.last_operations(rank),
+        last_operations(rank),
         _whatever_is_recomputed(rank.hidden_here * rank.element_bytes + outputs * FLOAT32_BYTES),
-        gpt_facts.last_collectives(rank),
+        last_collectives(rank),
         temporary_bytes=outputs * (FLOAT32_BYTES + rank.element_bytes),
     )
 

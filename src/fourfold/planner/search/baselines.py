@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Refused
 from fourfold.planner.search.progress import Progress
@@ -62,7 +62,7 @@ def _families(space: Space) -> dict[str, list[Pins]]:
     """By name: the pins of each family. Several: they are tried in turn, until the model can be laid out so."""
     size = space.num_devices
     families: dict[str, list[Pins]] = {
-        f"data parallelism, zero {zero}": [{**ALONE, "dp": size, "zero": zero}] for zero in FIELD_RULES["zero"].choices
+        f"data parallelism, zero {zero}": [{**ALONE, "dp": size, "zero": zero}] for zero in PLAN_FIELDS["zero"].choices
     }
     sizes = [tp for tp in _tensor_sizes(space) if tp > 1]
     in_node: list[Pins] = [{"pp": 1, "cp": 1, "zero": 0, "tp": tp, "dp": size // tp} for tp in sizes]

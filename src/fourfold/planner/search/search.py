@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction, StepTerms
 from fourfold.planner.search.progress import Progress
 from fourfold.planner.search.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
@@ -28,7 +28,7 @@ from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
 CUT_FIELDS = ("precision", "tp", "cp", "ulysses", "ring", "sequence_parallel", "recompute")
-RECOMPUTES = FIELD_RULES["recompute"].choices
+RECOMPUTES = PLAN_FIELDS["recompute"].choices
 SCHEDULE_FIELDS = ("schedule", "interleave", "max_in_flight")
 SHARD_FIELDS = ("zero", "shard")
 FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the memory that they save

@@ -15,7 +15,7 @@ from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.check import combination_problems, model_trait_problems
 from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELD_RULES
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.facts import ModelFacts, OperationKind
 from fourfold.words.errors import Problem
 
@@ -66,7 +66,7 @@ def make_space(
         devices_per_host,
         batch_size,
         len(facts.blocks),
-        tuple(value for value in FIELD_RULES["recompute"].choices if value in known),
+        tuple(value for value in PLAN_FIELDS["recompute"].choices if value in known),
         facts.tokens if OperationKind.ATTENTION in kinds else None,
         clip,
         len({(block.operations, tuple(block.saved_bytes.items())) for block in facts.blocks}) <= 1,

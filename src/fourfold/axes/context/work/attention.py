@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.axes.context.rules.layout import heads_problem
-from fourfold.axes.context.work import attention, masks, ring, rsa
+from fourfold.axes.context.work import masks, ring, rsa
 from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.document_mask import DocumentMask, document_attention
 from fourfold.axes.context.work.dropout import AttentionDropout
@@ -126,8 +126,8 @@ def context_attention(
     length = q.shape[-2] * group.size
     first_head = q.shape[1] // group.ulysses * group.ulysses_group.index
     if group.ulysses > 1:
-        q, k, v = attention.tokens_to_heads(group.ulysses_group, q, k, v)
-        parsed_mask = attention.mask_to_heads(group.ulysses_group, parsed_mask)
+        q, k, v = tokens_to_heads(group.ulysses_group, q, k, v)
+        parsed_mask = mask_to_heads(group.ulysses_group, parsed_mask)
     ring_mask = _whole_mask(parsed_mask)
     if group.ring_group.size == 1 and _torch_supports(ring_mask, is_causal, dropout):
         out = _local_attention(q, k, v, ring_mask, is_causal=is_causal, scale=scale)
@@ -143,7 +143,7 @@ def context_attention(
             document_starts=parsed_mask.document_starts,
         )
         out = (rsa if group.ring == "rsa" else ring).ring_attention(q, k, v, parsed_mask, call)
-    return attention.heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
+    return heads_to_tokens(group.ulysses_group, out) if group.ulysses > 1 else out
 
 
 def _torch_supports(mask: Tensor | None, is_causal: bool, dropout: AttentionDropout | None) -> bool:

@@ -254,8 +254,10 @@ class GradBuckets:
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
         for index, parameter in enumerate(self.slots.parameters):
-            if parameter.grad is not None and not self.countdown.reached[index]:
-                self._take(index, parameter.grad)  # of a backward within forward
+            if self.countdown.reached[index] or self.countdown.bucket_of[index] not in buckets:
+                continue
+            if parameter.grad is not None:  # of a backward within forward
+                self._take(index, parameter.grad)
         if not self._allow_unused:
             check_all_reached(self.countdown, buckets, self.slots.parameters)
 

@@ -96,8 +96,8 @@ class UnbucketedGrads:
     def check_all_reached(self, buckets: Sequence[int]) -> None:
         """Raise TrainingError naming the parameters of these buckets that no backward of the step has reached."""
         for index, parameter in enumerate(self._all_parameters):
-            if parameter.grad is not None:  # perhaps of a backward within forward
-                self.countdown.reached[index] = True
+            if parameter.grad is not None and self.countdown.bucket_of[index] in buckets:
+                self.countdown.reached[index] = True  # perhaps by a backward within forward
         for param_index in [index for index in self._earlier if self.countdown.bucket_of[index] in buckets]:
             self._add_earlier(param_index)  # the last backward has not reached it
         if not self._allow_unused:

@@ -16,7 +16,6 @@ from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.proof.random_weights import SEED
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.model_copy import deep_copy
-from fourfold.words.errors import Problem, TaskError
 
 
 def make_skeleton(model: nn.Module, precision: str, shared: Iterable[object] = ()) -> nn.Module:
@@ -31,14 +30,7 @@ def make_skeleton(model: nn.Module, precision: str, shared: Iterable[object] = (
         if precision != "keep" and name not in full_precision:
             dtype = getattr(torch, COMPUTE_FORMATS[precision].dtype)
         memo[id(p)] = nn.Parameter(_windows(name, p, dtype), requires_grad=p.requires_grad)
-    try:
-        skeleton = deep_copy(model, model, memo)
-    except Exception as error:  # whatever the model's attributes raise
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        got = f"pp > 1 and a model that cannot be copied: {text}"
-        need = "a model that copy.deepcopy can copy: a dry run of all stages is made with the copy"
-        attempt = "no locks, no open files and no tensors with a graph among its attributes"
-        raise TaskError(Problem(got, need, attempt)) from error
+    skeleton = deep_copy(model, model, "with pp > 1, a dry run of all stages is made with the copy", memo)
     if precision != "keep":
         mixed_precision.cast_model(skeleton, precision)
     return skeleton

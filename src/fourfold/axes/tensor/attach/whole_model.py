@@ -15,7 +15,6 @@ from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.checks import CheckUnavailable
 from fourfold.proof.random_weights import cast_real, draw_weight
 from fourfold.torch_kit.model_copy import deep_copy
-from fourfold.words.errors import Problem, TaskError
 
 
 def copy_structure(model: nn.Module) -> nn.Module:
@@ -23,14 +22,7 @@ def copy_structure(model: nn.Module) -> nn.Module:
     memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    try:
-        return deep_copy(model, model, memo)
-    except Exception as error:  # whatever the model's attributes raise
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        got = f"tp > 1 and a model that cannot be copied: {text}"
-        need = "a model that copy.deepcopy can copy: a dry run compares it with the model that is cut"
-        attempt = "no locks, no open files and no tensors with a graph among its attributes"
-        raise TaskError(Problem(got, need, attempt)) from error
+    return deep_copy(model, model, "with tp > 1, a dry run compares it with the model that is cut", memo)
 
 
 class RandomWeights:
