@@ -315,7 +315,7 @@ def report(words: Sequence[str]) -> int:
     try:
         page = write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])
     except OSError as error:
-        got = f"{error.filename}: {os_error_text(error)}"
+        got = f"{error.filename or ', '.join(words)}: {os_error_text(error)}"
         raise SettingError(Problem(got, "files of a run that can be read"), where="fourfold report") from None
     print_text(str(page))
     return 0
