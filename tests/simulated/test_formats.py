@@ -7,7 +7,9 @@ import os
 import pickle
 import re
 import tarfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
+from numpy.lib import format as npy_format
 from PIL import Image
 from tfrecord.writer import TFRecordWriter
 from webdataset.compat import WebDataset
@@ -28,6 +31,7 @@ from webdataset.writer import TarWriter
 import fourfold as ff
 from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
+from fourfold.feed.files.arrays import parse_npy
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
 from fourfold.model.model_call import call_model
@@ -590,3 +594,24 @@ def test_columns_of_one_name_are_refused_in_few_words(tmp_path: Path):
     with pytest.raises(DataError, match=r"several columns named feature_0, feature_1, .* …") as caught:
         ff.open_source(tmp_path / "x.parquet")
     assert len(str(caught.value)) < 800
+
+
+def test_one_thread_at_a_time_parses_the_head_of_an_array(monkeypatch):
+    """Python 3.11's parser of literals, with which numpy reads a head, fails where two threads are in it."""
+    inside, most = [], []
+    read = npy_format.read_array_header_1_0
+
+    def read_slowly(file: Any) -> Any:
+        inside.append(file)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.pop()
+        return read(file)
+
+    monkeypatch.setattr(npy_format, "read_array_header_1_0", read_slowly)
+    content = io.BytesIO()
+    np.save(content, np.zeros((3, 4)))
+    with ThreadPoolExecutor(4) as pool:
+        shapes = list(pool.map(lambda _: parse_npy(content.getvalue()).shape, range(12)))
+    assert shapes == [(3, 4)] * 12
+    assert max(most) == 1

@@ -1,5 +1,6 @@
 """The dry run of the tensor axis: right rules pass, wrong ones are refused by name before a weight changes."""
 
+import contextlib
 import functools
 import re
 import threading
@@ -15,6 +16,7 @@ from fourfold.axes.tensor.attach.check import TensorCheck, drawn_bytes
 from fourfold.axes.tensor.attach.dry_run import TensorMemoryFit
 from fourfold.axes.tensor.work.layers import SplitLayer
 from fourfold.model.draw_slices import DrawSlices, FoundDraw
+from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.proof.checks import MemoryFit
@@ -543,7 +545,9 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("case", DROPPED)
-def test_a_dropout_learns_its_slice(case, finished, monkeypatch):
+@pytest.mark.parametrize("another_intercepts", [False, True])
+def test_a_dropout_learns_its_slice(case, another_intercepts, finished, monkeypatch):
+    """Also while another thread has replaced torch's functions, as a failed rank of a world of threads may leave it."""
     make, rules, module, *slices = DROPPED[case]
     learned: list[list[FoundDraw]] = []
     learn = DrawSlices.learn
@@ -555,7 +559,8 @@ def test_a_dropout_learns_its_slice(case, finished, monkeypatch):
         num_samples = 2 if comm.rank < 2 else 0  # of ranks without samples, others find it
         make_step(make_net(make), squared, comm, Plan(dp=2, tp=2), rules).dry_run(features(num_samples))
 
-    threads.run(4, body)
+    with intercept_attention(AttentionCall.run_sdpa) if another_intercepts else contextlib.nullcontext():
+        threads.run(4, body)
     found = [(draw.module, list(draw.part.ranges)) for (draw,) in learned if draw.part is not None]
     assert sorted(found) == [(module, each) for each in sorted(slices * 2)]
 

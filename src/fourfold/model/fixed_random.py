@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fourfold.model import sdpa_interception
 from fourfold.torch_kit import generators
 from fourfold.torch_kit.dropped_arguments import restore_arguments
 from fourfold.torch_kit.torch_private import DisableTorchFunction, is_view
 
 DROPOUT_FUNCTIONS = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    *sdpa_interception.DROPOUT_FUNCTIONS,
+    *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 }
-SDPA = F.scaled_dot_product_attention  # in a dry run of the context axis, the module has another one
 RNN_FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -87,10 +88,10 @@ def _is_same_state(a: Any, b: Any) -> bool:
 
 def _call_without_randomness(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call, with fixed values in place of random ones."""
-    name = getattr(func, "__name__", "")
-    if getattr(func, "__wrapped__", func) in DROPOUT_FUNCTIONS:  # one that is wrapped passes its wrapper to modes
+    name, original = getattr(func, "__name__", ""), sdpa_interception.original_function(func)
+    if original in DROPOUT_FUNCTIONS:
         return args[0] if args else kwargs["input"]
-    if func is SDPA:
+    if original is sdpa_interception.SDPA:
         if len(args) > 4:
             return func(*args[:4], 0.0, *args[5:], **kwargs)
         return func(*args, **{**kwargs, "dropout_p": 0.0})

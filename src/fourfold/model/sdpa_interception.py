@@ -225,11 +225,19 @@ def _current_handler() -> AttentionHandler | None:
     return None
 
 
-_original_functions = {_make_dropout_wrapper(original): original for original in DROPOUT_FUNCTIONS}
-_wrappers_by_id: dict[int, Callable[..., Tensor]] = {
-    **{id(original): wrapper for wrapper, original in _original_functions.items()},
-    id(SDPA): intercepted_sdpa,
+_original_functions: dict[Any, Callable[..., Tensor]] = {
+    **{_make_dropout_wrapper(original): original for original in DROPOUT_FUNCTIONS},
+    intercepted_sdpa: SDPA,
 }
+_wrappers_by_id = {id(original): wrapper for wrapper, original in _original_functions.items()}
+
+
+def original_function(func: Any) -> Any:
+    """torch's function where a mode gets what replaces it, in this thread or in another; any other as it is.
+
+    torch's functions pass themselves to modes by their names, which are the replacements' now.
+    """
+    return _original_functions.get(func, func)
 
 
 class _InterceptMode(TorchFunctionMode):
@@ -243,8 +251,7 @@ class _InterceptMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPPED_ARGUMENTS:
             kwargs = restore_arguments(func, args, kwargs)
-        # torch's dropout passes itself by its name in the module, which is now the wrapper.
-        func = _original_functions.get(func, func)
+        func = original_function(func)
         if func in SDPA_FUNCTIONS:
             return intercepted_sdpa(*args, **kwargs)
         if self._observer is not None:

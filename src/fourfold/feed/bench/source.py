@@ -32,6 +32,7 @@ from torch import Tensor
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.feed.bench.disk import ReadBuffer, read_range
 from fourfold.feed.bench.workload import Seconds
+from fourfold.feed.files import arrays
 from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 from fourfold.words.units import format_bytes
 
@@ -182,12 +183,11 @@ def _write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         aside.replace(path)
 
 
-def read_npz(file: io.IOBase, path: Path) -> np.ndarray:
+def read_npz(file: BinaryIO, path: Path) -> np.ndarray:
     """The records of an npz file. Raises DataError."""
     try:
-        with np.load(file, allow_pickle=False) as arrays:  # pyright: ignore[reportArgumentType]
-            return arrays[NPZ_KEY]
-    except Exception as error:
+        return arrays.read_npz(file)[NPZ_KEY]
+    except (*arrays.UNREADABLE, KeyError) as error:
         raise _damaged(path, str(error)) from error
 
 
@@ -377,15 +377,13 @@ def _locate(header: bytes, record: _Record) -> _Place:
     """What the header of an npy file says; remembered for a file of several records."""
     opened = io.BytesIO(header)
     try:
-        version = np.lib.format.read_magic(opened)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        array_shape, is_fortran, dtype = read_header[version](opened)
-    except (ValueError, KeyError) as error:
+        head = arrays.parse_npy_head(opened)
+    except ValueError as error:
         raise _damaged(record.path, str(error).splitlines()[0], record.record) from error
-    _check_array(array_shape, dtype, record.shape, record.path)
-    if is_fortran and len(array_shape) > 1:
+    _check_array(head.shape, head.dtype, record.shape, record.path)
+    if head.by_columns and len(head.shape) > 1:
         raise _damaged(record.path, "columns, not rows, are contiguous", record.record)
-    place = _Place(opened.tell(), list(array_shape)[-1])
+    place = _Place(head.start, list(head.shape)[-1])
     if record.shape.samples_per_file > 1:
         record.places[record.path] = place
     return place

@@ -9,11 +9,12 @@ of Python objects is refused.
 import io
 import math
 import os
+import threading
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -34,6 +35,8 @@ ZIP_ERRORS = (KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, z
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError)
 MAX_RATIO = 1100  # of deflate: what an entry of a zip file can expand to
 CHUNK_BYTES = 2**20
+# Python 3.11's parser of literals fails now and then where two threads are in it (python/cpython#106905).
+_PARSING = threading.Lock()
 
 
 class NpyHead(NamedTuple):
@@ -45,17 +48,24 @@ class NpyHead(NamedTuple):
     start: int
 
 
-def read_npy_head(file: Any, size: int, kinds: str = NUMBERS) -> NpyHead:
-    """The head of a .npy file of `size` bytes. Raises ValueError if it is damaged, or of a dtype of other kinds."""
+def parse_npy_head(file: Any) -> NpyHead:
+    """What the head of a .npy file says, of an array of any dtype and size. Raises ValueError if it is damaged."""
     version = npy_format.read_magic(file)
     readers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
     if version not in readers:
         raise ValueError(f"an array of version {version[0]}.{version[1]}")
     try:
-        shape, by_columns, dtype = readers[version](file)
+        with _PARSING:
+            shape, by_columns, dtype = readers[version](file)
     except (tokenize.TokenError, SyntaxError, TypeError) as error:  # numpy reads it as Python's literals
         raise ValueError(f"a head that cannot be read: {error}") from error
-    head = NpyHead(dtype, shape, by_columns, file.tell())
+    return NpyHead(dtype, shape, by_columns, file.tell())
+
+
+def read_npy_head(file: Any, size: int, kinds: str = NUMBERS) -> NpyHead:
+    """The head of a .npy file of `size` bytes. Raises ValueError if it is damaged, or of a dtype of other kinds."""
+    head = parse_npy_head(file)
+    dtype, shape = head.dtype, head.shape
     if dtype.kind not in kinds or dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"an array of {'Python objects in dtype ' if dtype.hasobject else ''}{dtype}, not of numbers")
     is_possible = all(type(extent) is int and 0 <= extent < 2**63 for extent in shape)
@@ -91,8 +101,8 @@ def _read_npy_file(path: str, kinds: str = NUMBERS) -> np.ndarray:
 def _map_npy(path: str, kinds: str = NUMBERS) -> np.ndarray:
     """The array of a .npy file, mapped: it is read as it is used."""
     with open(path, "rb") as file:
-        read_npy_head(file, os.fstat(file.fileno()).st_size, kinds)
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+        head = read_npy_head(file, os.fstat(file.fileno()).st_size, kinds)
+    return np.memmap(path, head.dtype, "r", head.start, head.shape, "F" if head.by_columns else "C")
 
 
 def is_npz(path: str) -> bool:
@@ -105,13 +115,13 @@ def read_npz_heads(path: str, kinds: str = NUMBERS) -> dict[str, NpyHead]:
     return _read_npz(path, read_npy_head, kinds)
 
 
-def read_npz(path: str, kinds: str = NUMBERS) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file. Raises ValueError if it is damaged, or larger than memory."""
+def read_npz(path: str | BinaryIO, kinds: str = NUMBERS) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file, or of an open one. Raises ValueError if it is damaged, or larger than memory."""
     return _read_npz(path, read_npy, kinds)
 
 
-def _read_npz(path: str, read: Any, kinds: str) -> dict[str, Any]:
-    arrays, size = {}, os.path.getsize(path)
+def _read_npz(path: str | BinaryIO, read: Any, kinds: str) -> dict[str, Any]:
+    arrays, size = {}, os.path.getsize(path) if isinstance(path, str) else path.seek(0, os.SEEK_END)
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()

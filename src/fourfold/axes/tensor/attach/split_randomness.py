@@ -65,7 +65,8 @@ class DrawRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = restore_arguments(func, args, kwargs or {})
-        what = None if is_in_backward() else _what_draws(func, args, kwargs)
+        original = sdpa_interception.original_function(func)
+        what = None if is_in_backward() else _what_draws(original, args, kwargs)
         result = func(*args, **kwargs)
         if what is not None:
             # Of a function that makes random numbers, what it has made; of dropout, its input; of attention, queries.
@@ -74,7 +75,7 @@ class DrawRecorder(TorchFunctionMode):
             with DisableTorchFunction():
                 tensor = next(tree_leaves(tree), None)
                 if tensor is not None:
-                    self.draws.append(Draw(self._trace.current, what, tensor.detach(), func))
+                    self.draws.append(Draw(self._trace.current, what, tensor.detach(), original))
         return result
 
 
@@ -163,7 +164,7 @@ def _what_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
         p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
         kind = "dropout" if func in sdpa_interception.DROPOUT_FUNCTIONS else name
         return f"{kind} = {p:g}" if p > 0 and training else None
-    if func is F.scaled_dot_product_attention:
+    if func is sdpa_interception.SDPA:
         p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return f"attention with dropout_p = {p:g}" if p > 0 else None
     if func is F.multi_head_attention_forward:
