@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.cli import feed_bench, feed_pack
 from fourfold.cli.arguments import SETTINGS
 from fourfold.cli.plan.arguments import OWN_WORDS
 from fourfold.cli.plan.gpt import FIELDS as GPT_FIELDS
@@ -17,7 +18,7 @@ from fourfold.planner.predict.clusters import FIELDS as CLUSTER_FIELDS
 from fourfold.words.errors import SettingError
 from fourfold.words.field import Field, value_text
 
-DECLARED = [PLAN_FIELDS, SETTINGS, OWN_WORDS, GPT_FIELDS, CLUSTER_FIELDS]
+DECLARED = [PLAN_FIELDS, SETTINGS, OWN_WORDS, GPT_FIELDS, CLUSTER_FIELDS, feed_bench.WORDS, feed_pack.WORDS]
 BOUNDS = st.none() | st.integers(-3, 3)
 NUMBERS = st.integers(-5, 5) | st.floats(-5, 5).map(lambda value: round(value, 2))
 VALUES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "a", "b", "true", "3"])
@@ -59,7 +60,7 @@ def test_what_is_needed_is_said_with_every_bound(field: Field) -> None:
     assert (", or none" in need) == field.is_optional
 
 
-@pytest.mark.parametrize("declared", DECLARED, ids=["plan", "run", "fourfold plan", "gpt", "cluster"])
+@pytest.mark.parametrize("declared", DECLARED, ids=["plan", "run", "fourfold plan", "gpt", "cluster", "bench", "pack"])
 def test_every_default_is_legal(declared: dict[str, Field]) -> None:
     for name, field in declared.items():
         has_default = isinstance(field.default, str | int | float | bool | None)

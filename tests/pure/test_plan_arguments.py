@@ -25,7 +25,7 @@ def test_every_wrong_word_is_told_at_once():
     assert text.startswith("6 problems in fourfold plan\n")
     assert "devices = 0" in text
     assert "a unit behind the number, such as GB or GiB" in text
-    assert 'try network = "10 Gbit/s"' in text
+    assert 'try network="10 Gbit/s"' in text
     assert "a whole number from 1 to 8" in text
     assert "ask:a and ask:b" in text
 

@@ -243,7 +243,7 @@ def test_wrong_words_are_all_named(tmp_path):
     with pytest.raises(SettingError) as caught:
         feed_pack.run_pack(["a", "thread=3", "compression=lz4", "shard_bytes=0"])
     assert [problem.got for problem in caught.value.problems] == [
-        *("thread=3", "compression = lz4", "shard_bytes = 0", "a")
+        *("thread=3", "compression = lz4", 'shard_bytes = "0"', "a")
     ]
     assert caught.value.problems[0].attempt == "threads=3"
 

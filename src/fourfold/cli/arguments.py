@@ -8,7 +8,6 @@ Law: an unknown key or an invalid value is an error that names the closest valid
 import dataclasses
 import functools
 import inspect
-import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,14 +21,22 @@ from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, Settings
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
-from fourfold.words.field import WORD_TYPES, Field, Setting, declare, declared_settings, hint_members, value_text
+from fourfold.words.field import (
+    KEY_VALUE,
+    WORD_TYPES,
+    Field,
+    Setting,
+    declare,
+    declared_settings,
+    hint_members,
+    value_text,
+)
 
 CALLBACK_WORD = "callback"
 PLAN_WORD = "plan"
 RULES_WORD = "tensor"
 PROGRAM_WORD = "program"
 MAX_PROGRAM_BYTES = 2**24
-KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)

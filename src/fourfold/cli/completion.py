@@ -80,13 +80,14 @@ def candidates(words: Sequence[str], commands: Sequence[str]) -> list[str]:
 
 def _training_words(before: Sequence[str], typed: str) -> Iterable[str]:
     """A task, a recipe, or a setting with its values."""
-    from fourfold.cli.arguments import CALLBACK_WORD, KEY_VALUE, SETTINGS
+    from fourfold.cli.arguments import CALLBACK_WORD, SETTINGS
     from fourfold.cli.settings_file import DEFAULT_TASK
     from fourfold.cli.task_loader import BUILT_IN
     from fourfold.cli.task_source import argument_names
     from fourfold.plan.plan_fields import PLAN_FIELDS
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
     from fourfold.trainer.run_identity import HF_PREFIX
+    from fourfold.words.field import KEY_VALUE
 
     if typed.startswith(RECIPE_PREFIX):
         return [f"{RECIPE_PREFIX}{name}" for name in recipe_names()]

@@ -38,7 +38,7 @@ def bench(
     format=npy             npy or npz; read_threads=4 of each accelerator
     cache=drop             drop the files from the page cache before each epoch; keep leaves them there
     direct=true            read past the page cache
-    origin=200MB           hold the storage to so many bytes a second, for all accelerators together
+    origin=200MB/s         hold the storage to this rate, for all accelerators together
     staged=true            copy the files to another folder ahead of need, as packs with a cache are
     scale=0.01             multiplies every size and origin=; times stay, so utilizations do
     checkpoint=1GB         bytes of the checkpoint phase; 0 leaves it out

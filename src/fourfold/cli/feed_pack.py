@@ -4,6 +4,8 @@ Law: an unknown word or value is an error that names the closest one, before any
 """
 
 import contextlib
+import math
+import os
 import shutil
 import sys
 import threading
@@ -12,75 +14,46 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.feed_bench import parse_size
 from fourfold.cli.output import print_text
 from fourfold.feed.pack.layout import read_manifest
-from fourfold.words.errors import DataError, Problem, SettingError, closest_match
+from fourfold.words.errors import DataError, Problem, SettingError
+from fourfold.words.field import Field, read_words
 from fourfold.words.text_table import table_lines
-from fourfold.words.units import format_bytes, format_bytes_per_second, format_count
+from fourfold.words.units import Dimension, format_bytes, format_bytes_per_second, format_count
 
 WHERE = "fourfold feed pack"
 MIB = 2**20
 MAX_NAMED, MAX_CLASSES_SHOWN = 100, 20
 
 
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def _names(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    if not names:
-        raise ValueError(text)
-    return names
-
-
-def _compression(text: str) -> str:
-    if text not in ("none", "zstd"):
-        raise ValueError(text)
-    return text
-
-
-# Word -> how its text is read, and what is needed.
-NAMES = "names of fields, with commas between them"
-WORDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "shard_bytes": (lambda text: _whole(str(int(parse_size(text)))), "bytes, such as 256MiB"),
-    "threads": (_whole, "a whole number above 0"),
-    "compression": (_compression, "none or zstd"),
-    "variable": (_names, NAMES),
-    "columns": (_names, NAMES),
-    "target": (lambda text: _names(text)[0], "the name of a field"),
-    "dtype": (lambda text: _names(text)[0], "a dtype, such as float32"),
-    "rows": (lambda text: {"true": True, "false": False}[text], "true or false"),
-    "row_tokens": (_whole, "the tokens of a row, such as 1024"),
+COUNT, NAME = Field(type=int, minimum=1), Field(type=str)
+WORDS = {
+    "shard_bytes": Field(dimension=Dimension.BYTES),
+    "threads": COUNT,
+    "compression": Field(type=str, choices=("none", "zstd")),
+    "variable": NAME,
+    "columns": NAME,
+    "target": NAME,
+    "dtype": NAME,
+    "rows": Field(type=bool),
+    "row_tokens": COUNT,
 }
+LISTS = ("variable", "columns")
 READING = ("columns", "target", "rows", "dtype")  # what is read of files; the others say how the pack is written
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
     """Source, destination, and the values of the words. Raises SettingError with all problems."""
-    problems, values, paths = [], dict[str, Any](), list[str]()
-    for word in words:
-        key, is_pair, text = word.partition("=")
-        if not is_pair or Path(word).exists():
-            paths.append(word)
-        elif key not in WORDS:
-            close = closest_match(key, WORDS)
-            problems.append(Problem(word, "a known word", f"{close}={text}" if close else f"one of {', '.join(WORDS)}"))
-        else:
-            parse, need = WORDS[key]
-            try:
-                values[key] = parse(text)
-            except (ValueError, OverflowError, KeyError):
-                problems.append(Problem(f"{key} = {text or '(nothing)'}", need))
+    # A folder may be called year=2026.
+    words = [os.path.join(os.curdir, word) if "=" in word and os.path.exists(word) else word for word in words]
+    paths, values, problems = read_words(words, WORDS, lists=LISTS)
     if len(paths) != 2:
         need = "a source and the folder of the pack"
         problems.append(Problem(" and ".join(paths) or "no source", need, f"{WHERE} images/ images.pack"))
     if problems:
         raise SettingError(problems, where=WHERE)
+    if "shard_bytes" in values:
+        values["shard_bytes"] = math.ceil(values["shard_bytes"])
     return paths[0], paths[1], values
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from fourfold.cli import settings_file, task_loader
 from fourfold.cli.arguments import (
     CALLBACK_WORD,
-    KEY_VALUE,
     PROGRAM_WORD,
     RULES_WORD,
     has_several_values,
@@ -27,7 +26,7 @@ from fourfold.plan.plan import Plan
 from fourfold.trainer.callbacks.registry import check_shipped
 from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.errors import Problem, SettingError, closest_match
-from fourfold.words.field import Field
+from fourfold.words.field import KEY_VALUE, Field
 
 INIT_WORD, TEXT_WORD = "init", "data"
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.cli import job, task_loader
-from fourfold.cli.arguments import KEY_VALUE, has_several_values
+from fourfold.cli.arguments import has_several_values
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
 from fourfold.cli.plan.word import PLAN_AUTO
 from fourfold.cli.settings_file import parse_command
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
+from fourfold.words.field import KEY_VALUE
 from fourfold.words.text_table import table_lines
 
 MAX_VALUE_IN_NAME = 40

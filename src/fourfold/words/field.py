@@ -1,7 +1,7 @@
 """Field: a value that a user gives by name: its type, its bounds, its meaning.
 
-A field of the plan, a setting of the run, an argument of a task, an option of a callback, a word of `fourfold plan`, a
-number of a cluster's description: each is declared once, and the command line, files, Python, help and docs follow.
+A field of the plan, a setting of the run, an argument of a task, an option of a callback, a word of `fourfold plan` or
+`fourfold feed`, a number of a cluster: each is declared once, and the command line, files, Python, help and docs follow.
 
 text   the value as a word of a command line has it
 Law: what is needed is said in the same words wherever a value is given.
@@ -10,14 +10,15 @@ Law: what is needed is said in the same words wherever a value is given.
 import dataclasses
 import numbers
 import os
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fourfold.words.argument_checks import format_argument, is_int, is_real
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import Problem, SettingError, closest_match
 from fourfold.words.units import Dimension, read_quantity
 
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -151,7 +152,7 @@ class Field:
         if self.dimension is not None:
             value = read_quantity(name, text, self.dimension, allows_zero=self.minimum == 0)
             if isinstance(value, Problem):
-                raise SettingError(value, where=where)
+                raise SettingError(value._replace(attempt=value.attempt.replace(" = ", "=", 1)), where=where)
             return value
         try:
             return self.parse(text)
@@ -159,6 +160,17 @@ class Field:
             shown = text if len(text) <= 60 else f"{text[:60]}…"
             problem = Problem(f"{name} = {shown or '(nothing)'}", self.requirement(), self.attempt)
             raise SettingError(problem, where=where) from None
+
+    def read_list(self, name: str, text: str, *, where: str = "") -> list[Any]:
+        """The values of `name=text,text`. Raises SettingError if one is not legal, or is there twice."""
+        texts = text.split(",")
+        if not all(texts):
+            got, need = f"{name} = {text or '(nothing)'}", f"{self.requirement()}, or several with commas"
+            raise SettingError(Problem(got, need), where=where)
+        values = [self.read(name, each, where=where) for each in texts]
+        if len(set(values)) < len(values):
+            raise SettingError(Problem(f"{name} = {text}", "each value once"), where=where)
+        return values
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -181,6 +193,46 @@ class Setting(Field):
 
     in_identity: Literal["never", "always", "if given"] = "never"
     word: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+KEY_VALUE = re.compile(r"(?P<key>[\w.-]+)=(?P<value>.*)", re.DOTALL)
+
+
+def read_words(
+    words: Iterable[str], fields: Mapping[str, Field], *, lists: Collection[str] = ()
+) -> tuple[list[str], dict[str, Any], list[Problem]]:
+    """The words of a command that are not KEY=VALUE, the values of those that are, and what is wrong with them.
+
+    lists  the keys that may have several values, with commas: theirs are lists
+    """
+    others, values, problems = list[str](), dict[str, Any](), list[Problem]()
+    for word in words:
+        match = KEY_VALUE.fullmatch(word)
+        if match is None:
+            others.append(word)
+            continue
+        key, text = match["key"], match["value"]
+        if key not in fields:
+            close = closest_match(key, fields)
+            attempt = f"{close}={text}" if close else f"one of {', '.join(fields)}"
+            problems.append(Problem(word, "a known word", attempt))
+        elif key in values:
+            problems.append(Problem(f"{key}, twice", "each word once"))
+        else:
+            values[key] = None
+            try:
+                values[key] = fields[key].read_list(key, text) if key in lists else _read_word(fields[key], key, text)
+            except SettingError as error:
+                problems += error.problems
+    return others, values, problems
+
+
+def _read_word(field: Field, key: str, text: str) -> Any:
+    if not text:
+        raise SettingError(Problem(f"{key} = (nothing)", field.requirement(), field.attempt))
+    return field.read(key, text)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 dimension  what is measured: bytes, bytes per second, operations, operations per second, seconds
 prefix     decimal (k, M, G, T, P), or of bytes binary too (Ki, Mi, Gi, Ti)
 Law: a count above 0 is never shown as 0.
-Law: a number without a unit is refused, and so is a unit of another dimension.
+Law: a number without a unit is refused, but for 0, and so is a unit of another dimension.
 """
 
 import enum
@@ -52,6 +52,8 @@ def read_quantity(name: str, value: object, dimension: Dimension, *, allows_zero
     number = _number(match[1]) if match else None
     if match is None or number is None:
         return Problem(got, "a number with its unit", attempt)
+    if number == 0 and not match[2] and allows_zero:
+        return 0.0
     if not match[2]:
         return Problem(got, f"a unit behind the number, such as {_examples(dimension)}", attempt)
     if match[2] not in units:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.arguments import KEY_VALUE
 from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.field import Field
+from fourfold.words.field import KEY_VALUE, Field, read_words
 from fourfold.words.units import Dimension
 
 WHERE = "fourfold plan"
@@ -91,39 +90,13 @@ class PlanArguments:
 
 def parse_plan_words(words: Sequence[str]) -> PlanArguments:
     """Sort the words. Raises SettingError with all problems of the own words."""
-    problems: list[Problem] = []
-    own, given = dict[str, Any](), dict[str, str]()
-    others, asks = [], []
-    for word in words:
-        match = KEY_VALUE.fullmatch(word)
-        if match is None and word.startswith(ASK_PREFIX):
-            asks.append(word)
-        elif match is None or match["key"] not in OWN_WORDS:
-            others.append(word)
-        elif match["key"] in own:
-            problems.append(Problem(f"{match['key']}, twice", "each word once"))
-        else:
-            given[match["key"]] = match["value"]
-            problems += _parse_own(match["key"], match["value"], own)
+    asks = [word for word in words if word.startswith(ASK_PREFIX)]
+    mine = [match for word in words if (match := KEY_VALUE.fullmatch(word)) and match["key"] in OWN_WORDS]
+    _, own, problems = read_words([match[0] for match in mine], OWN_WORDS, lists=LIST_WORDS)
     if len(asks) > 1:
         problems.append(Problem(" and ".join(asks), "one ask"))
     if problems:
         raise SettingError(problems, where=WHERE)
-    return PlanArguments(asks[0] if asks else None, own, given, tuple(others))
-
-
-def _parse_own(key: str, text: str, own: dict[str, Any]) -> list[Problem]:
-    """Read the value of an own word into `own`; returns what is wrong with it."""
-    is_list, own[key] = key in LIST_WORDS, None
-    texts = text.split(",") if is_list else [text]
-    if not all(texts):
-        need = OWN_WORDS[key].requirement() + (", or several with commas" if is_list else "")
-        return [Problem(f"{key} = {text or '(nothing)'}", need)]
-    try:
-        values = [OWN_WORDS[key].read(key, each) for each in texts]
-    except SettingError as error:
-        return list(error.problems)
-    if len(set(values)) < len(values):
-        return [Problem(f"{key} = {text}", "each value once")]
-    own[key] = values if is_list else values[0]
-    return []
+    taken = {*asks, *(match[0] for match in mine)}
+    texts = {match["key"]: match["value"] for match in mine}
+    return PlanArguments(asks[0] if asks else None, own, texts, tuple(word for word in words if word not in taken))

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fourfold.cli import settings_file, task_loader
-from fourfold.cli.arguments import KEY_VALUE, has_several_values
+from fourfold.cli.arguments import has_several_values
 from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
 from fourfold.cli.plan.gpt import FIELDS
 from fourfold.cli.plan.question import Questions
 from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.field import Field
+from fourfold.words.field import KEY_VALUE, Field
 
 MAX_POINTS = 64
 
