@@ -106,6 +106,11 @@ def test_names_are_imported_from_the_module_that_defines_them():
                 assert not names & imported[node.module] - submodules, f"{path} imports from {node.module}"
 
 
+def test_no_module_imports_itself():
+    for path in files():
+        assert f"fourfold.{module_name(path)}" not in imports(path), path
+
+
 def imported_names(path: Path) -> set[str]:
     """The names that a file's `from` imports bind."""
     statements = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]

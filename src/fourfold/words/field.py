@@ -1,7 +1,7 @@
 """Field: a value that a user gives by name: its type, its bounds, its meaning.
 
 A field of the plan, a setting of the run, an argument of a task, an option of a callback, a word of `fourfold plan` or
-`fourfold feed`, a number of a cluster: each is declared once, and the command line, files, Python, help and docs follow.
+`fourfold feed`, a number of a cluster: each is declared once, and command lines, files, Python, help and docs follow.
 
 text   the value as a word of a command line has it
 Law: what is needed is said in the same words wherever a value is given.
