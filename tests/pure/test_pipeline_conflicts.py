@@ -25,7 +25,7 @@ def test_a_pipeline_goes_with_what_goes_without_it(fields):
 
 def test_interleaved_stages_need_microbatches_in_groups():
     problems = combination_problems(Plan(**{**INTERLEAVED, "microbatches": 3}))
-    assert "schedule = interleaved, microbatches = 3" in [problem.got for problem in problems]
+    assert 'schedule = "interleaved", microbatches = 3' in [problem.got for problem in problems]
     assert not combination_problems(Plan(**INTERLEAVED))
 
 
@@ -37,12 +37,12 @@ def test_schedules_without_interleaving_have_one_stage_each():
 def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the_weights_of_forward():
     for schedule in NO_RECOMPUTE:
         found = recompute_problems("full", schedule, divides_backward=False)
-        assert [each.got for each in found] == [f"schedule = {schedule} with recompute = full"]
+        assert [each.got for each in found] == [f'schedule = "{schedule}" with recompute = "full"']
         assert not recompute_problems("none", schedule, divides_backward=False)
     for schedule in ("gpipe", "1f1b"):
         assert not combination_problems(Plan(**PIPELINE, schedule=schedule, recompute="selective"))
     (problem,) = combination_problems(Plan(**PIPELINE, schedule="zero-bubble", recompute="full"))
-    assert "schedule = zero-bubble, which divides backward, with recompute = full" in problem.got
+    assert 'schedule = "zero-bubble", which divides backward, with recompute = "full"' in problem.got
     written = {**PIPELINE, "schedule": "written", "recompute": "full"}
     whole, halved = (
         "0: F0.0 F0.1 B0.0 B0.1\n1: F1.0 B1.0 F1.1 B1.1",
@@ -50,7 +50,7 @@ def test_recompute_goes_with_the_schedules_whose_backward_is_one_action_with_the
     )
     assert not combination_problems(Plan(**written, program=whole))
     (problem,) = combination_problems(Plan(**written, program=halved))
-    assert problem.got == "schedule = written, which divides backward, with recompute = full"
+    assert problem.got == 'schedule = "written", which divides backward, with recompute = "full"'
 
 
 def test_what_does_not_go_with_a_tied_weight_is_refused():

@@ -92,14 +92,14 @@ def test_a_mistyped_choice_is_refused_and_the_closest_one_suggested(fields: dict
 @pytest.mark.parametrize(
     ("fields", "ineffective"),
     [
-        ({"codec_density": 0.05}, {"codec_density": "codec = topk or dct"}),
-        ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": "codec = topk or dct"}),
+        ({"codec_density": 0.05}, {"codec_density": 'codec = "topk" or "dct"'}),
+        ({"codec_density": 0.05, "codec": "powersgd"}, {"codec_density": 'codec = "topk" or "dct"'}),
         ({"codec_density": 0.05, "codec": "dct", "codec_refresh_steps": 7}, {}),
         ({"codec_rank": 2, "codec": "powersgd"}, {}),
         ({"ring": "plain"}, {"ring": "cp above ulysses"}),
         ({"ring": "plain", "cp": 2, "ulysses": 2}, {"ring": "cp above ulysses"}),
         ({"ring": "plain", "cp": 4, "ulysses": 2}, {}),
-        ({"local_steps": 4, "outer_lr": 0.7}, {"local_steps": "sync = local", "outer_lr": "sync = local"}),
+        ({"local_steps": 4, "outer_lr": 0.7}, {"local_steps": 'sync = "local"', "outer_lr": 'sync = "local"'}),
         ({"local_steps": 4, "outer_momentum": 0.9, "sync": "local"}, {}),
         ({}, {}),
     ],

@@ -175,17 +175,17 @@ def test_asynchronous_schedules_have_no_bubble_once_filled(schedule):
     ("schedule", "size", "attempts"),
     [
         ("1f1", {"pp": 2, "microbatches": 4}, ["1f1b"]),
-        ("1f1b", {"pp": 2, "microbatches": 4, "interleave": 2}, ["schedule = interleaved"]),
-        ("interleaved", {"pp": 4, "microbatches": 6, "interleave": 2}, ["microbatches = 4 or 8, or schedule = 1f1b"]),
-        ("interleaved", {"pp": 4, "microbatches": 3, "interleave": 2}, ["microbatches = 4, or schedule = 1f1b"]),
+        ("1f1b", {"pp": 2, "microbatches": 4, "interleave": 2}, ['schedule = "interleaved"']),
+        ("interleaved", {"pp": 4, "microbatches": 6, "interleave": 2}, ['microbatches = 4 or 8, or schedule = "1f1b"']),
+        ("interleaved", {"pp": 4, "microbatches": 3, "interleave": 2}, ['microbatches = 4, or schedule = "1f1b"']),
         (
             "interleaved",
             {"pp": 4, "microbatches": 7, "interleave": 1},
-            ["interleave = 2, or schedule = 1f1b", "microbatches = 4 or 8, or schedule = 1f1b"],
+            ['interleave = 2, or schedule = "1f1b"', 'microbatches = 4 or 8, or schedule = "1f1b"'],
         ),
-        ("gpipe", {"pp": 2, "microbatches": 4, "max_in_flight": 2}, ["schedule = zero-bubble"]),
+        ("gpipe", {"pp": 2, "microbatches": 4, "max_in_flight": 2}, ['schedule = "zero-bubble"']),
         ("zero-bubble", {"pp": 2, "microbatches": 4, "max_in_flight": 0}, ["2, as in 1F1B"]),
-        ("pipedream", {"pp": 2, "microbatches": 4, "interleave": 2}, ["schedule = interleaved", "schedule = 2bw"]),
+        ("pipedream", {"pp": 2, "microbatches": 4, "interleave": 2}, ['schedule = "interleaved"', 'schedule = "2bw"']),
         ("2bw", {"pp": 4, "microbatches": 3}, ["microbatches = 4"]),
     ],
 )

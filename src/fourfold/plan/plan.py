@@ -34,7 +34,7 @@ NUM_SHOWN_BATCHES = 4  # of an asynchronous schedule
 
 def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
     kinds = [kind for kind, row in CODECS.items() if name in row.fields]
-    return f"codec = {' or '.join(kinds)}", lambda plan: plan.codec in kinds
+    return "codec = " + " or ".join(f'"{kind}"' for kind in kinds), lambda plan: plan.codec in kinds
 
 
 # Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
@@ -43,12 +43,12 @@ APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
     "stages": ("pp above 1", lambda plan: plan.pp > 1),
     "interleave": ("pp above 1", lambda plan: plan.pp > 1),
     "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
-    "program": ("schedule = written", lambda plan: plan.pp > 1 and plan.schedule == "written"),
+    "program": ('schedule = "written"', lambda plan: plan.pp > 1 and plan.schedule == "written"),
     "dims": ("tp above 1", lambda plan: plan.tp > 1),
     "ring": ("cp above ulysses", lambda plan: plan.cp > plan.ulysses),
-    "local_steps": ("sync = local", lambda plan: plan.sync == "local"),
-    "outer_lr": ("sync = local", lambda plan: plan.sync == "local"),
-    "outer_momentum": ("sync = local", lambda plan: plan.sync == "local"),
+    "local_steps": ('sync = "local"', lambda plan: plan.sync == "local"),
+    "outer_lr": ('sync = "local"', lambda plan: plan.sync == "local"),
+    "outer_momentum": ('sync = "local"', lambda plan: plan.sync == "local"),
 } | {name: _applies_with_codec(name) for name in FIELDS if any(name in kind.fields for kind in CODECS.values())}
 
 

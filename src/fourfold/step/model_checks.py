@@ -84,9 +84,9 @@ def check_update_timing(optimizer: Optimizer, plan: Plan, *, skip_nan: int = 0) 
     """Raise PlanError if the plan updates buckets before all is known that their updates need."""
     problems = layerwise_problems(plan, type(optimizer).__name__) if is_layerwise(optimizer) else []
     if plan.is_asynchronous and skip_nan:
-        got = f"schedule = {plan.schedule} with skip_nan = {skip_nan}"
+        got = f'schedule = "{plan.schedule}" with skip_nan = {skip_nan}'
         need = "updates that wait for the loss of all ranks"
-        problems.append(Problem(got, need, "skip_nan = 0, or schedule = 1f1b"))
+        problems.append(Problem(got, need, 'skip_nan = 0, or schedule = "1f1b"'))
     if problems:
         raise PlanError(problems, where="the plan")
 

@@ -163,8 +163,8 @@ def check_verifiable(plan: Plan) -> None:
         got = 'batch_norm = "local": trains differently from one device'
         problems.append(Problem(got, need, 'batch_norm = "sync", or GroupNorm'))
     if plan.is_asynchronous:
-        got = f"schedule = {plan.schedule}: trains differently from one device"
-        problems.append(Problem(got, "batches that use weights without missing updates", "schedule = 1f1b"))
+        got = f'schedule = "{plan.schedule}": trains differently from one device'
+        problems.append(Problem(got, "batches that use weights without missing updates", 'schedule = "1f1b"'))
     if plan.codec != "none" and (plan.precision, plan.reduce_dtype) != ("keep", "keep"):
         got = f'codec = "{plan.codec}" with another precision: two roundings, of which each would hide the other'
         need = "one at a time"

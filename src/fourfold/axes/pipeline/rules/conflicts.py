@@ -29,8 +29,8 @@ def recompute_problems(recompute: str, schedule: str, *, divides_backward: bool)
     if recompute == "none" or need is None:
         return []
     divided = ", which divides backward," if divides_backward else ""
-    got = f"schedule = {schedule}{divided} with recompute = {recompute}"
-    return [Problem(got, need, "recompute = none, or schedule = 1f1b")]
+    got = f'schedule = "{schedule}"{divided} with recompute = "{recompute}"'
+    return [Problem(got, need, 'recompute = "none", or schedule = "1f1b"')]
 
 
 def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: float | None) -> list[Problem]:
@@ -38,7 +38,7 @@ def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: flo
 
     values  of the plan, by field
     """
-    got, sync = f"schedule = {schedule}", "schedule = 1f1b"
+    got, sync = f'schedule = "{schedule}"', 'schedule = "1f1b"'
     problems = [
         Problem(f"{got} with {field} = {values[field]}", need, f"{field} = {allowed[0]}, or {sync}")
         for field, (allowed, need) in SYNCHRONOUS_ONLY.items()
@@ -60,6 +60,6 @@ def tie_problems(names: Sequence[str], update: str, *, is_asynchronous: bool = F
         problems.append(Problem(f'update = "{update}" and {which}', need, 'update = "after", or weights of their own'))
     if is_asynchronous:
         need = "a weight that all stages have in the same version"
-        attempt = "schedule = 1f1b, or weights of their own"
+        attempt = 'schedule = "1f1b", or weights of their own'
         problems.append(Problem(f"an asynchronous schedule and {which}", need, attempt))
     return problems

@@ -402,42 +402,44 @@ def _limit_problems(schedule: str, spec: PipelineSpec) -> list[Problem]:
         return []
     got = f"a limit of {spec.max_in_flight} microbatches in flight"
     if schedule != "zero-bubble":
-        return [Problem(f"schedule = {schedule}, {got}", "no limit: it has its own", "schedule = zero-bubble")]
+        return [Problem(f'schedule = "{schedule}", {got}', "no limit: it has its own", 'schedule = "zero-bubble"')]
     return [] if spec.max_in_flight > 0 else [Problem(got, "at least 1", f"{spec.pp}, as in 1F1B")]
 
 
 def _one_stage_each(spec: PipelineSpec) -> list[Problem]:
     if spec.interleave == 1:
         return []
-    return [Problem(f"interleave = {spec.interleave}", "1 without interleaving", "schedule = interleaved")]
+    return [Problem(f"interleave = {spec.interleave}", "1 without interleaving", 'schedule = "interleaved"')]
 
 
 def _interleaved_problems(spec: PipelineSpec) -> list[Problem]:
     problems = []
     if spec.interleave == 1:
         problems.append(
-            Problem("schedule = interleaved, interleave = 1", "interleave ≥ 2", "interleave = 2, or schedule = 1f1b")
+            Problem(
+                'schedule = "interleaved", interleave = 1', "interleave ≥ 2", 'interleave = 2, or schedule = "1f1b"'
+            )
         )
     if spec.microbatches % spec.pp:
         below, above = spec.microbatches // spec.pp * spec.pp, -(-spec.microbatches // spec.pp) * spec.pp
         choices = f"microbatches = {above}" if not below else f"microbatches = {below} or {above}"
-        got = f"schedule = interleaved, microbatches = {spec.microbatches}"
-        problems.append(Problem(got, f"microbatches divisible by pp = {spec.pp}", f"{choices}, or schedule = 1f1b"))
+        got = f'schedule = "interleaved", microbatches = {spec.microbatches}'
+        problems.append(Problem(got, f"microbatches divisible by pp = {spec.pp}", f'{choices}, or schedule = "1f1b"'))
     return problems
 
 
 def _pipedream_problems(spec: PipelineSpec) -> list[Problem]:
     problems = _one_stage_each(spec)
     if spec.microbatches > 1:
-        got = f"schedule = pipedream, microbatches = {spec.microbatches}"
-        problems.append(Problem(got, "microbatches = 1: it updates after every backward", "schedule = 2bw"))
+        got = f'schedule = "pipedream", microbatches = {spec.microbatches}'
+        problems.append(Problem(got, "microbatches = 1: it updates after every backward", 'schedule = "2bw"'))
     return problems
 
 
 def _two_buffered_problems(spec: PipelineSpec) -> list[Problem]:
     problems = _one_stage_each(spec)
     if spec.microbatches < spec.pp:
-        got = f"schedule = 2bw, microbatches = {spec.microbatches}"
+        got = f'schedule = "2bw", microbatches = {spec.microbatches}'
         problems.append(Problem(got, f"at least pp = {spec.pp}", f"microbatches = {spec.pp}"))
     return problems
 
@@ -450,7 +452,7 @@ def _written(spec: PipelineSpec) -> ComputeLists:
 def _written_problems(spec: PipelineSpec) -> list[Problem]:
     if not spec.program.strip():
         return [
-            Problem("schedule = written without a program", "a line of actions for each rank of pp", PROGRAM_EXAMPLE)
+            Problem('schedule = "written" without a program', "a line of actions for each rank of pp", PROGRAM_EXAMPLE)
         ]
     return read_written(spec.program, spec)[1]
 
