@@ -182,7 +182,14 @@ def test_what_an_asynchronous_schedule_cannot_do_is_said_at_once():
 
     plan = Plan(pp=2, dp=2, schedule="2bw", microbatches=1, zero=2, update="in_backward", codec="topk", interleave=2)
     text = problems(lambda: threads.run(4, lambda comm: make_step(comm, plan, clip=1.0)))
-    for part in ("microbatches = 1", "zero = 2", "update = in_backward", "codec = topk", "clip = 1", "interleave = 2"):
+    for part in (
+        "microbatches = 1",
+        "zero = 2",
+        'update = "in_backward"',
+        'codec = "topk"',
+        "clip = 1",
+        "interleave = 2",
+    ):
         assert part in text
     plan = Plan(pp=2, schedule="pipedream")
     assert "skip_nan = 3" in problems(lambda: threads.run(2, lambda comm: make_step(comm, plan, skip_nan=3)))

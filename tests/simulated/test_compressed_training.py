@@ -80,7 +80,7 @@ def test_show_reports_how_much_less_a_codec_sends():
 
 def test_show_reports_fields_without_effect():
     shown = show(Plan(dp=2, codec_density=0.5), lm.task())
-    assert "  codec_density = 0.5   no effect without codec = topk or dct\n" in shown
+    assert '  codec_density = 0.5   no effect without codec = "topk" or "dct"\n' in shown
     assert "no effect" not in show(Plan(dp=2, codec="topk", codec_density=0.5), lm.task())
 
 

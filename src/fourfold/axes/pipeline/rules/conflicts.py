@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from fourfold.plan.decode import format_pair
 from fourfold.words.errors import Problem
 
 # By field: the values that go with an asynchronous schedule, and what the others would need.
@@ -40,7 +41,7 @@ def asynchronous_problems(schedule: str, values: Mapping[str, object], clip: flo
     """
     got, sync = f'schedule = "{schedule}"', 'schedule = "1f1b"'
     problems = [
-        Problem(f"{got} with {field} = {values[field]}", need, f"{field} = {allowed[0]}, or {sync}")
+        Problem(f"{got} with {format_pair(field, values[field])}", need, f"{format_pair(field, allowed[0])}, or {sync}")
         for field, (allowed, need) in SYNCHRONOUS_ONLY.items()
         if values[field] not in allowed
     ]
