@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 SOURCE = Path(__file__).parents[1] / "src" / "fourfold"
+BENCH = SOURCE.parent / "fourfold_bench"
 
 
 @functools.cache
 def files(pattern: str = "**/*.py") -> list[Path]:
-    return sorted(SOURCE.glob(pattern))
+    """Those of `fourfold` that match, and all of `fourfold_bench` where nothing is said."""
+    return sorted(SOURCE.glob(pattern)) + (sorted(BENCH.glob(pattern)) if pattern == "**/*.py" else [])
 
 
 @functools.cache
@@ -41,8 +43,14 @@ def imports(path: Path) -> set[str]:
     return modules
 
 
+def file_name(path: Path) -> str:
+    """Within `fourfold`: step/verbs.py; else whole: fourfold_bench/run.py."""
+    return path.relative_to(SOURCE.parent).as_posix().removeprefix("fourfold/")
+
+
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+    """The same with dots: step.verbs, fourfold_bench.run."""
+    return file_name(path).removesuffix(".py").replace("/", ".").removesuffix("__init__").removesuffix(".")
 
 
 def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:

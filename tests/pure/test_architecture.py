@@ -12,7 +12,7 @@ import pytest
 
 import fourfold
 import fourfold.launcher
-from tests.source_files import SOURCE, files, forget, imports, is_own, module_name, nodes, parsed
+from tests.source_files import SOURCE, file_name, files, forget, imports, is_own, module_name, nodes, parsed
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 600, 60, 8, 15
 # Exceptions to the limits, and why: "FILE" for its lines, "FILE FUNCTION" for its lines or parameters, "FILE CLASS" for
@@ -37,7 +37,7 @@ def _forget_the_files() -> Iterator[None]:
 
 def test_only_comm_and_process_launchers_import_torch_distributed():
     importers = {
-        path.relative_to(SOURCE).parts[0]
+        file_name(path).split("/")[0]
         for path in files()
         if any(name.startswith("torch.distributed") for name in imports(path)) and path != DCP_EXPORT
     }
@@ -153,7 +153,7 @@ def too_large() -> dict[str, str]:
     """What exceeds a limit, and by how much."""
     found: dict[str, str] = {}
     for path in files():
-        name = path.relative_to(SOURCE).as_posix()
+        name = file_name(path)
         if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES:
             found[name] = f"{length} lines, at most {MAX_FILE_LINES}"
         for node in nodes(path):
@@ -267,7 +267,7 @@ def test_private_names_are_used_in_these_files_only():
     ours = set().union(*map(defined_names, trees.values()))
     for path, tree in trees.items():
         foreign = foreign_private_names(tree, ours) - PUBLIC - STANDARD_LIBRARY
-        if str(path.relative_to(SOURCE)) not in MAY_NAME_PRIVATE:
+        if file_name(path) not in MAY_NAME_PRIVATE:
             assert not foreign, f"{path}: {sorted(foreign)} of another package; see torch_kit/torch_private.py"
 
 
@@ -286,7 +286,7 @@ def test_few_files_import_transformers_and_the_launcher_alone_torchelastic():
     for path in files():
         for package, names in importers.items():
             if any(f"{name}.".startswith(f"{package}.") for name in imports(path)):
-                names.add(path.relative_to(SOURCE).as_posix())
+                names.add(file_name(path))
     assert importers["transformers"] == {"model/transformers_attention.py", "tasks/hf.py"}
     launcher = {
         "launcher/local_job.py",

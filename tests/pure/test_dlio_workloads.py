@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.feed.bench import dlio_yaml
-from fourfold.feed.bench.dlio_yaml import MAX_FILE_BYTES, read_dlio_yaml
-from fourfold.feed.bench.workload import DISTRIBUTIONS, Experiment, Seconds, Workload, open_recipe, recipe_names
 from fourfold.words.errors import DataError, SettingError
+from fourfold_bench import dlio_yaml
+from fourfold_bench.dlio_yaml import MAX_FILE_BYTES, read_dlio_yaml
+from fourfold_bench.workload import DISTRIBUTIONS, Experiment, Seconds, Workload, open_recipe, recipe_names
 
 UNET3D = """
 model: {name: unet3d, model_size_bytes: 499153191}

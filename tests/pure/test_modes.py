@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 
 from fourfold.plan.plan import Plan
-from tests.source_files import SOURCE, files, forget, imports, is_class, is_own, module_name, nodes, parsed
+from tests.source_files import SOURCE, file_name, files, forget, imports, is_class, is_own, module_name, nodes, parsed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,7 +131,7 @@ def reached_files(first: str) -> set[str]:
     reached, waiting = set[str](), [SOURCE / first]
     while waiting:
         path = waiting.pop()
-        if (name := path.relative_to(SOURCE).as_posix()) not in reached:
+        if (name := file_name(path)) not in reached:
             reached.add(name)
             waiting += [by_module[module] for module in imports(path) & set(by_module)]
     return reached
@@ -139,7 +139,7 @@ def reached_files(first: str) -> set[str]:
 
 def test_the_plan_is_seen_only_where_it_is_checked_lowered_or_made_into_parts():
     paths = [path for room in SEEN_BY_A_STEP for path in files(f"{room}/**/*.py")]
-    found = {path.relative_to(SOURCE).as_posix() for path in paths if sights_of_the_plan(parsed(path))}
+    found = {file_name(path) for path in paths if sights_of_the_plan(parsed(path))}
     assert found == {"plan/plan.py", "plan/ask.py", *SEES_THE_PLAN}
 
 

@@ -47,6 +47,13 @@ def pattern_of(call: ast.Call) -> str | None:
 PATTERNS = find_patterns()
 
 
+def processor_seconds(pattern: re.Pattern[str], how: set[str], text: str) -> float:
+    before = time.thread_time()
+    for each in how:
+        getattr(pattern, each)(*([""] if each == "sub" else []), text)
+    return time.thread_time() - before
+
+
 @pytest.mark.parametrize("text", sorted(PATTERNS))
 def test_every_regular_expression_is_linear(text: str):
     pattern, how = re.compile(text, re.DOTALL), PATTERNS[text]
@@ -68,10 +75,8 @@ def test_every_regular_expression_is_linear(text: str):
             rest = rng.choice([found[start:], ""]) + rng.choice(["", "\0", *own])
             for count in REPEATS:
                 foreign = found[:start] + pumped * count + rest
-                before = time.thread_time()
-                for each in how:
-                    getattr(pattern, each)(*([""] if each == "sub" else []), foreign)
-                seconds = time.thread_time() - before
-                assert seconds < MOST_SECONDS, f"{found[:start]!r} + {pumped!r} * {count} + {rest!r}"
+                # On a busy machine one run may take several times as long.
+                is_fast = any(processor_seconds(pattern, how, foreign) < MOST_SECONDS for _ in range(3))
+                assert is_fast, f"{found[:start]!r} + {pumped!r} * {count} + {rest!r}"
 
     law()

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 
 from fourfold.cli.feed_bench import parse_words, run_bench
 from fourfold.feed.batches import Batch
-from fourfold.feed.bench.disk import cached_fraction, direct_problem, drop_from_page_cache, measure_checkpoint
-from fourfold.feed.bench.ranks import Accelerator, Training, run_ranks, train_rank
-from fourfold.feed.bench.result import format_result, format_sweep, histogram, make_epochs
-from fourfold.feed.bench.run import Options, fit_workload, run_workload
-from fourfold.feed.bench.source import DESCRIPTION_FILE, DataShape, FileSource, Reads, generate, record_number
-from fourfold.feed.bench.staged_files import StagedFiles, ThrottledOrigin, TokenBucket, list_shards
-from fourfold.feed.bench.workload import Seconds, Workload, open_recipe
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import Position
-from fourfold.report.feed_bench_page import render_feed_bench
 from fourfold.trace.utilization import Window, epoch_window
 from fourfold.words.errors import DataError, SettingError
+from fourfold_bench.disk import cached_fraction, direct_problem, drop_from_page_cache, measure_checkpoint
+from fourfold_bench.page import render_feed_bench
+from fourfold_bench.ranks import Accelerator, Training, run_ranks, train_rank
+from fourfold_bench.result import format_result, format_sweep, histogram, make_epochs
+from fourfold_bench.run import Options, fit_workload, run_workload
+from fourfold_bench.source import DESCRIPTION_FILE, DataShape, FileSource, Reads, generate, record_number
+from fourfold_bench.staged_files import StagedFiles, ThrottledOrigin, TokenBucket, list_shards
+from fourfold_bench.workload import Seconds, Workload, open_recipe
 
 SHAPE = DataShape(format="npy", num_files=12, samples_per_file=1, record_bytes=5000, record_bytes_stdev=900)
 EIGHTHS = st.integers(0, 24).map(lambda number: number / 8)
@@ -243,7 +243,7 @@ def test_accelerators_are_processes_and_the_error_of_one_ends_all(tmp_path):
 
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("fourfold.feed.bench.ranks.train_rank", lambda *_: os._exit(3))
+    monkeypatch.setattr("fourfold_bench.ranks.train_rank", lambda *_: os._exit(3))
     with pytest.raises(DataError, match=r"accelerator [01] died"):
         run_ranks(training(tmp_path, epochs=1))
 
@@ -380,7 +380,7 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path, monkeypatch):
     assert times.num_bytes == 20_000_001
     assert min(times.write_seconds, times.read_seconds) > 0
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("fourfold.feed.bench.disk.drop_from_page_cache", lambda paths: _truncate(paths[0]))
+    monkeypatch.setattr("fourfold_bench.disk.drop_from_page_cache", lambda paths: _truncate(paths[0]))
     with pytest.raises(DataError, match="reads back otherwise"):
         measure_checkpoint(tmp_path, 20_000_001)
 
@@ -419,7 +419,7 @@ def test_words_that_are_wrong_are_all_reported(words, gots):
 
 
 def test_the_command_writes_the_page_and_the_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fourfold.feed.bench.run.measure_ceiling", functools.partial(_quick_ceiling))
+    monkeypatch.setattr("fourfold_bench.run.measure_ceiling", functools.partial(_quick_ceiling))
     folder, record = tmp_path / "data", tmp_path / "out" / "bench.json"
     words = ["unet3d", "compute=0.001", "scale=0.0005", "batch_size=2", "steps=3", "epochs=1", "checkpoint=0"]
     code = run_bench([*words, "accelerators=1,2", f"folder={folder}", f"json={record}"])
@@ -431,7 +431,7 @@ def test_the_command_writes_the_page_and_the_json(tmp_path, capsys, monkeypatch)
 
 
 def _quick_ceiling(paths: Any, **sizes: Any) -> Any:
-    from fourfold.feed.bench.disk import measure_ceiling
+    from fourfold_bench.disk import measure_ceiling
 
     return measure_ceiling(paths, **{**sizes, "seconds": 0.02})
 

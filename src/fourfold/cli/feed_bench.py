@@ -19,9 +19,9 @@ from fourfold.words.run_files import LOG_FILE, RUNS_DIR
 from fourfold.words.units import Dimension
 
 if TYPE_CHECKING:
-    from fourfold.feed.bench.result import Result
-    from fourfold.feed.bench.run import Options
-    from fourfold.feed.bench.workload import Workload
+    from fourfold_bench.result import Result
+    from fourfold_bench.run import Options
+    from fourfold_bench.workload import Workload
 
 WHERE = "fourfold feed bench"
 DEFAULT_FOLDER = "feed-bench"
@@ -61,8 +61,8 @@ def parse_words(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 def run_bench(words: Sequence[str]) -> int:
     """`fourfold feed bench`; returns the exit code: 1 if a threshold of MLPerf Storage is not met."""
     name, values = parse_words(words)
-    from fourfold.feed.bench.result import format_result, format_sweep
-    from fourfold.report.feed_bench_page import render_feed_bench
+    from fourfold_bench.page import render_feed_bench
+    from fourfold_bench.result import format_result, format_sweep
 
     folder = Path(values.pop("folder", DEFAULT_FOLDER))
     json_file, page = values.pop("json", None), values.pop("page", folder / "bench.html")
@@ -79,20 +79,20 @@ def run_bench(words: Sequence[str]) -> int:
 
 
 def _run(workload: "Workload", options: "Options") -> "Result":
-    from fourfold.feed.bench.run import run_workload
+    from fourfold_bench.run import run_workload
 
     return run_workload(workload, options, say=print_text)
 
 
 def _trainings(name: str, values: Mapping[str, Any], folder: Path) -> "list[tuple[Workload, Options]]":
     """What to run: each workload with each number of accelerators. Raises SettingError."""
-    from fourfold.feed.bench.run import Options
-    from fourfold.feed.bench.workload import Experiment, open_recipe
+    from fourfold_bench.run import Options
+    from fourfold_bench.workload import Experiment, open_recipe
 
     values = dict(values)
     accelerator, compute = values.pop("accelerator", None), values.pop("compute", None)
     if name.endswith((".yaml", ".yml")):
-        from fourfold.feed.bench.dlio_yaml import read_dlio_yaml
+        from fourfold_bench.dlio_yaml import read_dlio_yaml
 
         workloads = [read_dlio_yaml(Path(name))]
     else:
@@ -120,14 +120,14 @@ def _trainings(name: str, values: Mapping[str, Any], folder: Path) -> "list[tupl
 
 def _workload_of(name: str, accelerator: str | None) -> Any:
     """A workload of an experiment, on this accelerator if DLIO has it."""
-    from fourfold.feed.bench.workload import open_recipe, read_recipe
+    from fourfold_bench.workload import open_recipe, read_recipe
 
     return open_recipe(name, accelerator if accelerator in read_recipe(name)["accelerators"] else None)
 
 
 def _compute_seconds(text: str) -> tuple[Any, str]:
     """A time in seconds, or the median step of a run; and what to call the accelerator."""
-    from fourfold.feed.bench.workload import Seconds
+    from fourfold_bench.workload import Seconds
 
     try:
         return Seconds((SECONDS.parse(text),)), "own"

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.feed.bench.disk import direct_problem, measure_ceiling, measure_checkpoint
-from fourfold.feed.bench.ranks import Training, no_copies, run_ranks
-from fourfold.feed.bench.result import Result, make_epochs
-from fourfold.feed.bench.source import WRITERS, DataShape, Reads, check_format, generate
-from fourfold.feed.bench.staged_files import list_shards
-from fourfold.feed.bench.workload import Workload
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.units import format_bytes
+from fourfold_bench.disk import direct_problem, measure_ceiling, measure_checkpoint
+from fourfold_bench.ranks import Training, no_copies, run_ranks
+from fourfold_bench.result import Result, make_epochs
+from fourfold_bench.source import WRITERS, DataShape, Reads, check_format, generate
+from fourfold_bench.staged_files import list_shards
+from fourfold_bench.workload import Workload
 
 MAX_DATA_BYTES = 4 * 2**30
 MAX_CHECKPOINT_BYTES = 2**29

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.feed.bench.workload import DISTRIBUTIONS, Seconds, Workload
 from fourfold.words.errors import DataError, Problem, SettingError, closest_match, os_error_text
+from fourfold_bench.workload import DISTRIBUTIONS, Seconds, Workload
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 

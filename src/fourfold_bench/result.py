@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.feed.bench.disk import Ceiling, CheckpointTimes
-from fourfold.feed.bench.ranks import EpochSteps
-from fourfold.feed.bench.workload import Workload
 from fourfold.trace.utilization import EXCLUDED_STEPS, Window, add_windows, all_ranks, epoch_window
 from fourfold.words.terminal_text import terminal_width
 from fourfold.words.text_table import table_lines
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_si
+from fourfold_bench.disk import Ceiling, CheckpointTimes
+from fourfold_bench.ranks import EpochSteps
+from fourfold_bench.workload import Workload
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
 

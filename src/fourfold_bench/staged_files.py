@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fourfold.feed.bench.source import DataShape, FileSource, Reads
 from fourfold.feed.expected import Expected
 from fourfold.feed.source import BatchSource
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
+from fourfold_bench.source import DataShape, FileSource, Reads
 
 # ---- the origin's rate -----------------------------------------------------------------------------------------------
 

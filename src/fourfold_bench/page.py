@@ -5,7 +5,10 @@ Law: the page has every figure of the text, and says in which window they were m
 
 from collections.abc import Sequence
 
-from fourfold.feed.bench.result import (
+from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
+from fourfold.report.svg import Bar, Series, bar_chart, line_figure
+from fourfold.words.units import format_bytes_per_second, format_si
+from fourfold_bench.result import (
     COLUMNS,
     RULES,
     UNKNOWN,
@@ -17,9 +20,6 @@ from fourfold.feed.bench.result import (
     percent,
     summary_rows,
 )
-from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
-from fourfold.report.svg import Bar, Series, bar_chart, line_figure
-from fourfold.words.units import format_bytes_per_second, format_si
 
 PAGE_TITLE = "Feed bench"
 

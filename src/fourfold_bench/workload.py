@@ -3,8 +3,8 @@
 record    the bytes of one sample in a file; their number varies by `record_bytes_stdev`
 sample    what the model gets of a record: its first bytes, or the record repeated, `sample_bytes` long
 scaled    fewer samples, fewer epochs or smaller records than the workload has; times are never scaled
-Law: the workloads that come with Fourfold are files of `recipes/io`, with the values of DLIO; what a run changes of
-them, it says.
+Law: the workloads that come with Fourfold are the files of `workloads`, with the values of DLIO; what a run
+changes of them, it says.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 
 from fourfold.words.errors import Problem, SettingError, closest_match
 
-IO_RECIPES = resources.files("fourfold") / "recipes" / "io"
+WORKLOADS = resources.files("fourfold_bench") / "workloads"
 SUFFIX = ".toml"
 # By type of distribution: the numbers that it needs, as numpy's generator takes them.
 DISTRIBUTIONS = {
@@ -125,7 +125,7 @@ class Experiment:
 
 def recipe_names() -> list[str]:
     """The workloads and experiments that come with Fourfold."""
-    return sorted(file.name.removesuffix(SUFFIX) for file in IO_RECIPES.iterdir() if file.name.endswith(SUFFIX))
+    return sorted(file.name.removesuffix(SUFFIX) for file in WORKLOADS.iterdir() if file.name.endswith(SUFFIX))
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def read_recipe(name: str) -> dict[str, Any]:
         close = closest_match(name, recipe_names())
         need = f"one of {', '.join(recipe_names())}, or a FILE.yaml of DLIO"
         raise SettingError(Problem(f"the workload {name}", need, close or "unet3d"), where="fourfold feed bench")
-    return tomllib.loads((IO_RECIPES / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+    return tomllib.loads((WORKLOADS / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
 
 
 def open_recipe(name: str, accelerator: str | None = None) -> Workload | Experiment:

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 
 from fourfold.feed.batches import Batch
-from fourfold.feed.bench.disk import cached_fraction, drop_from_page_cache
-from fourfold.feed.bench.source import DataShape, FileSource, Reads
-from fourfold.feed.bench.staged_files import SharedTime, StagedFiles, ThrottledOrigin, ThrottledSource, TokenBucket
-from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.feed import Feed
 from fourfold.feed.position import Position
 from fourfold.feed.staging.shard_cache import Shard
 from fourfold.trace.utilization import TimedStep
 from fourfold.words.errors import DataError, FourfoldError, Problem
+from fourfold_bench.disk import cached_fraction, drop_from_page_cache
+from fourfold_bench.source import DataShape, FileSource, Reads
+from fourfold_bench.staged_files import SharedTime, StagedFiles, ThrottledOrigin, ThrottledSource, TokenBucket
+from fourfold_bench.workload import Seconds
 
 # ---- one accelerator -------------------------------------------------------------------------------------------------
 

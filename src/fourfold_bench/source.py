@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.feed.bench.disk import ReadBuffer, read_range
-from fourfold.feed.bench.workload import Seconds
 from fourfold.feed.files import arrays
 from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 from fourfold.words.units import format_bytes
+from fourfold_bench.disk import ReadBuffer, read_range
+from fourfold_bench.workload import Seconds
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
