@@ -164,6 +164,26 @@ def test_the_codec_is_part_of_a_runs_identity_and_the_mesh_is_not():
     assert Plan(codec="topk", codec_density=0.1).identity_fields["codec_density"] == 0.1
 
 
+# What computes the same weights another way. A new field is decided upon: it is here, or part of a run's identity.
+SAME_TRAINING = {
+    *("cp", "tp", "dims", "shard", "zero", "microbatches", "max_in_flight", "program", "recompute", "ring", "ulysses"),
+    *("sequence_parallel", "update", "offload", "unused", "bucket_bytes", "transport"),
+}
+
+
+def test_every_field_is_part_of_a_runs_identity_in_some_plan_or_never_changes_the_training():
+    plans = [
+        Plan(sync="local", dp=2),
+        Plan(codec="topk"),
+        Plan(precision="bf16", reduce_dtype="fp32", batch_norm="local"),
+        Plan(pp=2, schedule="2bw", microbatches=1),
+        Plan(pp=2, edge="dct"),
+    ]
+    named = {name for plan in plans for name in plan.identity_fields}
+    assert named | SAME_TRAINING == set(FIELDS)
+    assert not named & SAME_TRAINING
+
+
 def test_precision_and_reduce_dtype_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
     assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce_dtype": "fp32"}

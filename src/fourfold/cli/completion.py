@@ -46,7 +46,6 @@ complete -c fourfold -a '(__fourfold_words)'
 """
 FORMAT_OPTION = "--format"
 EXPORT_OPTIONS = (FORMAT_OPTION, "--step", "--ema")
-BOOLS = ("true", "false")
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 

@@ -112,10 +112,11 @@ class Plan(PlanFields):
     def identity_fields(self) -> dict[str, object]:
         """The fields that change what is trained, and not only how the same weights are computed.
 
-        The identity of a run is saved with these; renamed fields keep the names under which older runs saved them.
+        The identity of a run is saved with these.
         """
         names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
         names += [name for name in ("precision", "reduce_dtype") if getattr(self, name) != "keep"]
+        names += ["batch_norm"] if self.batch_norm == "local" else []
         if self.sync == "local":
             # Every rank trains on its own between averages, so the number of ranks matters too.
             names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]

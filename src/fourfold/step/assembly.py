@@ -25,7 +25,7 @@ from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.pipeline.work.gates import SplitTokens
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
 from fourfold.axes.tensor.attach import axis as tensor_axis
-from fourfold.axes.tensor.attach.axis import COMMON_TOTALS, TensorAxis
+from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.check import TensorCheck
 from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
 from fourfold.comm import transports
@@ -190,7 +190,7 @@ def _make_parts(
         division=_division(plan),
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        totals_of_peers=axes.tensor.totals_of_peers if pipeline.is_last else COMMON_TOTALS,
+        adds_totals=axes.tensor.group.index == 0 and pipeline.is_last,
         edges=pipeline.edges,
         compression=make_compression(plan.edge_spec, world.device),
         tied=pipeline.tied,

@@ -87,8 +87,8 @@ class StepParts(NamedTuple):
     division: LossDivision
     scaling: GradScaling
     loss_scale: LossScale
-    totals_of_peers: Sequence[int]
-    """Which totals of this rank a tensor rank with the same samples adds to the sums over the world."""
+    adds_totals: bool
+    """Whether this rank adds its sums to those over all ranks: one of those that have the same samples does."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
     compression: Compression

@@ -25,7 +25,7 @@ from fourfold.step.executor import Executor
 from fourfold.step.metrics import Metrics
 from fourfold.step.nan_guard import Skipped, sample_list
 from fourfold.step.state_access import StateAccess
-from fourfold.step.step_state import NUM_TOTALS, StepRequest, StepState, StepTotals, wait_totals
+from fourfold.step.step_state import TOTALS, StepRequest, StepState, StepTotals, wait_totals
 from fourfold.torch_kit import memory
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.error_notes import add_notes, has_note, innermost_self, user_place
@@ -107,7 +107,7 @@ class StepRunner:
         self.executor = Executor(assembly.timing)
         self.is_stop_requested = False
         """Whether this rank wants to stop the run."""
-        self.totals = StepTotals(*[0.0] * NUM_TOTALS)
+        self.totals = StepTotals(*[0.0] * len(TOTALS))
         """Of the last step."""
 
     @noting_batch

@@ -60,7 +60,9 @@ class StepTotals:
     """How many samples ranks have left out because they are damaged; ranks that share samples count each of them."""
 
 
-NUM_TOTALS = len(dataclasses.fields(StepTotals))
+TOTALS = [each.name for each in dataclasses.fields(StepTotals)]
+COUNTED_BY_EACH_RANK = ("num_stop_requests", "num_mismatches", "num_damaged")
+"""Of the other totals, one of the ranks that have the same samples adds its own."""
 
 
 class StepRequest(NamedTuple):
@@ -137,13 +139,15 @@ class StepState:
 
     def __post_init__(self) -> None:
         self.nominal_count = self.request.nominal_count
-        flags = [float(self.request.stop_requested), float(self.request.batch_mismatch is not None)]
-        self._host_totals = [0.0] * 4 + flags + [0.0] * 2 + [float(len(self.request.damaged))]
-        """This rank's totals, in the order of StepTotals."""
+        self._host_totals = dict.fromkeys(TOTALS, 0.0)
+        """This rank's totals."""
+        self._host_totals["num_stop_requests"] = float(self.request.stop_requested)
+        self._host_totals["num_mismatches"] = float(self.request.batch_mismatch is not None)
+        self._host_totals["num_damaged"] = float(len(self.request.damaged))
         self._refusal: FourfoldError | None = None
         """Why the totals are refused."""
-        self._device_totals: list[tuple[int, Tensor]] = []
-        """Index and value of totals that a device may still be computing; added when the totals are reduced."""
+        self._device_totals: list[tuple[str, Tensor]] = []
+        """Totals that a device may still be computing; added when the totals are reduced."""
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
@@ -169,19 +173,28 @@ class StepState:
         self.losses[index] = loss
         self.loss_totals.append((index, loss.total.detach()))
         self.local_count = self.local_count + loss.count
-        sums = [loss.total.detach(), loss.count, part.num_samples, part.num_tokens]
-        for position, value in enumerate([*sums, 0.0, 0.0, loss.other_count, loss.other_square]):
+        sums = {
+            "loss": loss.total.detach(),
+            "count": loss.count,
+            "num_samples": part.num_samples,
+            "num_tokens": part.num_tokens,
+            "other_count": loss.other_count,
+            "other_square": loss.other_square,
+        }
+        for name, value in sums.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
-                self._device_totals.append((position, value))
+                self._device_totals.append((name, value))
             else:
-                self._host_totals[position] += float(value)
+                self._host_totals[name] += float(value)
 
     def local_totals(self) -> Tensor:
-        """This rank's totals, float64 [NUM_TOTALS] on its device."""
-        local = torch.tensor(self._host_totals, dtype=torch.float64, device=self.parts.device)
-        for position, value in self._device_totals:
-            local[position] += value
-        local[self.parts.totals_of_peers] = 0.0
+        """This rank's totals, float64 [len(TOTALS)] on its device."""
+        is_added = {name: self.parts.adds_totals or name in COUNTED_BY_EACH_RANK for name in TOTALS}
+        host = [value if is_added[name] else 0.0 for name, value in self._host_totals.items()]
+        local = torch.tensor(host, dtype=torch.float64, device=self.parts.device)
+        for name, value in self._device_totals:
+            if is_added[name]:
+                local[TOTALS.index(name)] += value
         return local
 
     def count_of(self, index: int) -> float:

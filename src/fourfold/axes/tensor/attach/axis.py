@@ -27,8 +27,6 @@ from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.deferred_init import InitialModel
 
-COMMON_TOTALS = [0, 1, 2, 3, 6, 7]  # all but the counts of stop requests and of mismatched batches
-
 
 class TensorAxis(NamedTuple):
     """The tensor axis of this rank.
@@ -66,11 +64,6 @@ class TensorAxis(NamedTuple):
     def split_params(self) -> frozenset[str]:
         """The parameters of which ranks hold parts."""
         return frozenset(name for name, shard in self.shards.items() if not shard.is_whole)
-
-    @property
-    def totals_of_peers(self) -> list[int]:
-        """Which of a step's totals the first rank of the group adds for all, by their places in `StepTotals`."""
-        return COMMON_TOTALS if self.group.index else []
 
     def shard_number(self, name: str) -> int:
         """Equal for two ranks that hold the same of a parameter: 0 of one that all ranks hold."""
