@@ -17,7 +17,7 @@ from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.topology import Topology
-from fourfold.planner.predict.collectives import BucketCollectives
+from fourfold.planner.predict.bucket_collectives import BucketCollectives
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.memory import predict_memory
 from fourfold.planner.predict.prediction import Prediction

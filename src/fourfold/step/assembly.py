@@ -70,6 +70,7 @@ from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
 from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
+from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -190,7 +191,7 @@ def _make_parts(
         division=_division(plan),
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
-        adds_totals=axes.tensor.group.index == 0 and pipeline.is_last,
+        added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
         compression=make_compression(plan.edge_spec, world.device),
         tied=pipeline.tied,

@@ -87,8 +87,8 @@ class StepParts(NamedTuple):
     division: LossDivision
     scaling: GradScaling
     loss_scale: LossScale
-    adds_totals: bool
-    """Whether this rank adds its sums to those over all ranks: one of those that have the same samples does."""
+    added_totals: Sequence[str]
+    """Which of its totals this rank adds to those over all ranks; of ranks that have the same samples, one adds all."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
     compression: Compression

@@ -189,11 +189,11 @@ class StepState:
 
     def local_totals(self) -> Tensor:
         """This rank's totals, float64 [len(TOTALS)] on its device."""
-        is_added = {name: self.parts.adds_totals or name in COUNTED_BY_EACH_RANK for name in TOTALS}
-        host = [value if is_added[name] else 0.0 for name, value in self._host_totals.items()]
+        added = self.parts.added_totals
+        host = [value if name in added else 0.0 for name, value in self._host_totals.items()]
         local = torch.tensor(host, dtype=torch.float64, device=self.parts.device)
         for name, value in self._device_totals:
-            if is_added[name]:
+            if name in added:
                 local[TOTALS.index(name)] += value
         return local
 

@@ -231,7 +231,7 @@ class TrainStep:
     @property
     def adds_totals(self) -> bool:
         """Whether this rank adds its sums to those over all ranks: one of those that have the same samples does."""
-        return self._parts.adds_totals
+        return "loss" in self._parts.added_totals
 
     @property
     def device(self) -> torch.device:

@@ -21,8 +21,8 @@ from fourfold.orders.sample_order import shard_range
 from fourfold.plan.dependencies import Dependency
 from fourfold.plan.lowering import Blueprint, DataGroup
 from fourfold.plan.rank_program import RankProgram
+from fourfold.planner.predict.bucket_collectives import CollectiveSeconds, shape_of
 from fourfold.planner.predict.bucket_prices import BucketPrices
-from fourfold.planner.predict.collectives import CollectiveSeconds, shape_of
 from fourfold.planner.predict.edges import EdgeMessages
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.prediction import StepTerms

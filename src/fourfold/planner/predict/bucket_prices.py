@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fourfold.plan.lowering import Blueprint, DataGroup, StageBuckets, bytes_by_bucket
-from fourfold.planner.predict.collectives import BucketCollectives, collective_seconds, shape_of
+from fourfold.planner.predict.bucket_collectives import BucketCollectives, collective_seconds, shape_of
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.stage_seconds import ZERO

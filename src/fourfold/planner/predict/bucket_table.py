@@ -18,8 +18,8 @@ from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import compute_specs, gradient_bucket
 from fourfold.plan.topology import GroupHosts, Topology, group_hosts
+from fourfold.planner.predict.bucket_collectives import CollectiveSeconds
 from fourfold.planner.predict.bucket_prices import BucketPrices, PlaceSizes, place_sizes
-from fourfold.planner.predict.collectives import CollectiveSeconds
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.memory import resting_memory
 from fourfold.planner.predict.prediction import MemoryParts

@@ -27,8 +27,8 @@ from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.planner.predict.action_costs import slowed
+from fourfold.planner.predict.bucket_collectives import shape_of
 from fourfold.planner.predict.bucket_table import BucketTable, Extras, PlaceData, Wait
-from fourfold.planner.predict.collectives import shape_of
 from fourfold.planner.predict.edges import EdgeMessages
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.collectives import statistics_seconds
+from fourfold.planner.predict.bucket_collectives import statistics_seconds
 from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices

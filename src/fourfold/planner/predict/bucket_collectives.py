@@ -1,4 +1,4 @@
-"""Collectives: what the data axis exchanges for a bucket, and the seconds that it takes.
+"""Bucket collectives: what the data axis exchanges for a bucket, and the seconds that it takes.
 
 own   what a rank does itself, in shared memory or to encode: it computes nothing else meanwhile
 sent  messages, which are under way while the rank computes
