@@ -100,7 +100,7 @@ class Assembly(NamedTuple):
     transport_name: str
     tensor: TensorAxis
     pipeline: PipelineAxis
-    stages: PipelineCheck
+    pipeline_check: PipelineCheck
 
 
 class _Axes(NamedTuple):
@@ -108,7 +108,16 @@ class _Axes(NamedTuple):
 
     tensor: TensorAxis
     pipeline: PipelineAxis
-    stages: PipelineCheck
+    pipeline_check: PipelineCheck
+
+
+class _AxisChecks(NamedTuple):
+    """The checks of the axes by which batches or the model are laid out, in the order in which they run."""
+
+    tensor: TensorCheck | None = None
+    """Before the stages: rules that are wrong fail in a stage too, in words of torch."""
+    pipeline: PipelineCheck | None = None
+    context: ContextCheck | None = None
 
 
 def assemble(
@@ -125,22 +134,22 @@ def assemble(
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
     tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
-    stages = PipelineCheck(
+    pipeline_check = PipelineCheck(
         model, objective, pipeline, world, SplitTokens(tensor.sequence_parallel.entries, tensor.region)
     )
-    axes = _Axes(tensor, pipeline, stages)
+    axes = _Axes(tensor, pipeline, pipeline_check)
     trained = lay_out(model, optimizer, plan, world, whole)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
     statistics = _make_statistics(model, plan, world, meter, pipeline)
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
-    chunks = make_chunks(model, objective, statistics, pipeline, stages, halves, _find_recomputed(plan, axes))
+    chunks = make_chunks(model, objective, statistics, pipeline, pipeline_check, halves, _find_recomputed(plan, axes))
     stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
     programs = StepPrograms(stage.trained.blueprint, world.rank)
     stage.parts.gradients.set_launch_order(programs.reduction_order)
     parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
-    batches, checks = _lay_out_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed)
-    checks = _with_data_checks(checks, objective, statistics, plan, stage.parts.weights, world, axes)
+    batches, of_axes = _lay_out_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed)
+    checks = _with_data_checks(of_axes, objective, statistics, plan, stage.parts.weights, world, axes)
     preserved = nn.ModuleList([model, pipeline.skeleton, objective.loss_modules(model)])
     key = functools.partial(build_digest, model, plan, options.compared(shares_samples=False), loss)
     return Assembly(
@@ -159,7 +168,7 @@ def assemble(
         transport_name=_describe_transports(stage.transport_name, plan, axes),
         tensor=tensor,
         pipeline=pipeline,
-        stages=stages,
+        pipeline_check=pipeline_check,
     )
 
 
@@ -321,32 +330,34 @@ def _lay_out_batches(
     axes: _Axes,
     tensor_calls: TensorCalls,
     seed: int,
-) -> tuple[BatchLayout, list[Check]]:
+) -> tuple[BatchLayout, _AxisChecks]:
     """How batches are laid out, and the checks of the axes by which they or the model are."""
-    tensor, pipeline, stages = axes
-    slices, checks = DrawSlices(tensor.group.size), list[Check]()
+    tensor, pipeline, pipeline_check = axes
+    slices, checks = DrawSlices(tensor.group.size), _AxisChecks()
     layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
     if loss is not None and plan.cp > 1:
         ranks = world.along("cp")
         group = connect_context(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
         check = ContextCheck(pipeline.skeleton, loss, group.spec, world)
-        options: dict[str, Any] = {"num_microbatches": plan.microbatches, "draw_slices": slices, "seed": seed}
-        layout = TokenShards(ContextParallel(model, group, world, check=check, **options), world.device)
-        checks.insert(0, check)
+        context = ContextParallel(
+            model, group, world, check=check, num_microbatches=plan.microbatches, draw_slices=slices, seed=seed
+        )
+        checks, layout = checks._replace(context=check), TokenShards(context, world.device)
     if tensor.is_cut:
-        checks.insert(0, TensorCheck(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss))
+        rules = TensorCheck(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss)
+        checks = checks._replace(tensor=rules)
         layout = SharedSamples(layout, "tp", tensor_calls.ranks, tensor_calls.agree)
     if pipeline.is_cut:
         ranks = pipeline.ranks
         rows = make_row_exchange(ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
         agree = functools.partial(tensor_calls.agree_with_stages, rows, ranks)
-        checks.insert(int(tensor.is_cut), stages)  # rules that are wrong fail in a stage too, in words of torch
+        checks = checks._replace(pipeline=pipeline_check)
         layout = SharedSamples(layout, "pp", ranks, agree, (seed, world.along("dp").rank))
     return layout, checks
 
 
 def _with_data_checks(
-    checks: Sequence[Check],
+    of_axes: _AxisChecks,
     objective: Objective,
     statistics: BatchStatistics,
     plan: Plan,
@@ -354,19 +365,19 @@ def _with_data_checks(
     world: Communicator,
     axes: _Axes,
 ) -> list[Check]:
-    """All checks, in order. `checks`: those of the axes by which batches or the model are laid out."""
+    """All checks, in order."""
     storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
     reason = read_only_reason(plan, storage=storage, master_weights=masters)
-    context = next((check for check in checks if isinstance(check, ContextCheck)), None)
+    context = of_axes.context
     task = CheckedTask(
         axes.pipeline.skeleton,
         objective,
         statistics,
         plan.batch_split,
         world,
-        whole_shown_to_loss=axes.stages.whole_shown_to_loss,
+        whole_shown_to_loss=axes.pipeline_check.whole_shown_to_loss,
         shortened=unpack_batch if context is None else context.shortened,
         is_scale_dependent=lambda: context is not None and context.is_scale_dependent,
     )
     forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
-    return [*checks, forwards, GradientCheck(task, forwards)]
+    return [*(check for check in of_axes if check is not None), forwards, GradientCheck(task, forwards)]

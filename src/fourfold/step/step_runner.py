@@ -296,7 +296,7 @@ class StepRunner:
         step = StepState(self._parts, StepRequest([part]))
         with self._leaving_after_error():
             self.executor.infer(self._programs.inference, step)
-        learn = functools.partial(self._assembly.stages.learn_outputs, inputs)
+        learn = functools.partial(self._assembly.pipeline_check.learn_outputs, inputs)
         return self._assembly.pipeline.last_outputs(step.outputs.get(0), learn)
 
     def all_reduce(self, values: Tensor) -> list[float]:
