@@ -131,7 +131,7 @@ class Job:
         environ = {name: value for name, value in os.environ.items() if name not in foreign}
         environ |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables}
         pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "fourfold", *words]
+        command = [str(Path(sys.executable).with_name("fourfold")), *words]  # as users start it
         self.process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )

@@ -75,7 +75,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
 MAX_WAIT_SECONDS = 1200.0  # an origin gives up after 900 (`feed/staging/origin.py`)
-STACK_ENDS = (" in _run_module_as_main\n", "  ...\n")  # the outermost frame, or very many
+# The outermost frame, of `python -m`, of a script or the command `fourfold`; or very many frames.
+STACK_ENDS = (" in _run_module_as_main\n", " in <module>\n", "  ...\n")
 
 
 @dataclass(frozen=True)
