@@ -162,6 +162,7 @@ class CheckpointWriter:
         self._step, self._store, self._log, self._retention = step, store, log, retention
         self._rank, self._size = step.rank, step.plan.mesh.size
         self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
         self._aborted = threading.Event()
         self.failures: list[str] = []
         """Why checkpoints could not be written; on rank 0."""
@@ -172,17 +173,17 @@ class CheckpointWriter:
 
     def start(self, request: SaveRequest) -> None:
         """Begin to write, when the one before has been written."""
-        self._thread = threading.Thread(
-            target=self._write_checkpoint, args=(request,), name="fourfold checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(request,), name="fourfold checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is written."""
+        """Wait until it is written. Raises what its thread has not expected."""
         if self._thread is not None:
             with waiting_for("the checkpoint to be written"):
                 self._thread.join()
             self._thread = None
+        if self._error is not None:
+            raise self._error
 
     def abort(self) -> None:
         """See `CheckpointManager.abort`."""
@@ -191,6 +192,12 @@ class CheckpointWriter:
             self._thread.join(ABORT_SECONDS)
 
     # ---- in the thread
+
+    def _run(self, request: SaveRequest) -> None:
+        try:
+            self._write_checkpoint(request)
+        except Exception as error:  # no fault of the disk, which might go away
+            self._error = error
 
     def _write_checkpoint(self, request: SaveRequest) -> None:
         failure = self._write_rank_file(request)

@@ -140,7 +140,8 @@ class FirstStepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the first step decided: the launch order, the nominal count, the loss scale, what its checks have shown."""
 
     order: tuple[int, ...]
-    nominal_count: float
+    nominal_count: float | None
+    """None until a step has had a loss element."""
     scale: dict[str, float] | None = None
     proof: dict[str, Any] | None = None
 
@@ -260,7 +261,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
 def _value_problems(manifest: Manifest) -> Iterator[str]:
     """Numbers that a step divides by or counts with, if no step of a training can have produced them."""
     count, scale = manifest.record.nominal_count, manifest.record.scale
-    if not 0 < count < math.inf:
+    if count is not None and not 0 < count < math.inf:
         yield f"a nominal count of {count}"
     if scale is not None and not (scale.keys() >= SCALER_KEYS and 0 < scale["value"] < math.inf):
         yield f"a scale of the loss of {scale}"

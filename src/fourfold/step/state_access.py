@@ -146,11 +146,11 @@ class StateAccess:
             programs.nominal_count = record["nominal_count"]
         self._state.load_codec_state(saved.codec)
 
-    def set_record(self, launch_orders: Mapping[int, Sequence[int]], count: float) -> None:
+    def set_record(self, launch_orders: Mapping[int, Sequence[int]], count: float | None) -> None:
         """Fix the launch orders, by stage, and the nominal count for all later steps, the same on every rank."""
         programs = self._assembly.programs
         before = programs.nominal_count
-        if before is not None and before != count:
+        if before is not None and count is not None and before != count:
             # Residuals were divided by the previous nominal count.
             for codec in self._assembly.codecs:
                 codec.scale_residual(before / count)

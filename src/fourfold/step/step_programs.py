@@ -115,7 +115,7 @@ class StepPrograms:
         counts = self._num_buckets()
         return {stage: sum(counts[each] for each in counts if each < stage) for stage in sorted(counts)}
 
-    def set_record(self, launch_orders: Mapping[int, Sequence[int]], nominal_count: float) -> None:
+    def set_record(self, launch_orders: Mapping[int, Sequence[int]], nominal_count: float | None) -> None:
         """Fix the launch orders and the nominal count for all later steps, the same on every rank."""
         self.has_record, self.nominal_count = True, nominal_count
         self._launch_orders = {stage: tuple(order) for stage, order in launch_orders.items()}
