@@ -268,6 +268,7 @@ def test_surplus_arguments_are_refused(refused: Refused) -> None:
 
 
 def test_unknown_options_and_commands_are_reported_with_valid_ones(refused: Refused) -> None:
+    assert "the option --np   need settings as KEY=VALUE   try -n N, the number" in refused("train", "--np", "2")
     assert "the option --steps   need settings as KEY=VALUE   try steps=…" in refused("train", "--steps", "5")
     assert "try fourfold train" in refused("trian")
     assert "try fourfold --version" in refused("version")
@@ -298,6 +299,7 @@ def test_show_says_that_it_starts_no_processes(refused: Refused, words: Sequence
 
 def test_a_run_name_that_is_taken_is_refused(refused: Refused) -> None:
     Path("runs/first").mkdir(parents=True)
+    Path("runs/first/notes.txt").touch()
     assert "exists already" in refused("train", "mine.py", "name=first", "-n", "2")
 
 

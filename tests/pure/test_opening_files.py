@@ -2,6 +2,7 @@
 
 import bz2
 import codecs
+import functools
 import gzip
 import io
 import json
@@ -251,6 +252,46 @@ def test_pixels_of_16_bits_are_not_cut_off_at_255(tmp_path: Path):
     Image.fromarray(np.array([[0, 1000]], np.uint16)).save(tmp_path / "x.png")
     with pytest.raises(DamagedSample, match="pixels of more than 8 bits, mode I;16; with images=False"):
         samples_of(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["9007199254740993", "2"], [9007199254740993, 2]),
+        (["9007199254740993", "2.5"], ["9007199254740993", "2.5"]),
+        (["2.5", "9007199254740993"], ["2.5", "9007199254740993"]),
+        (["2.5", "9007199254740992"], [2.5, 9007199254740992.0]),
+        (["1", "1e400"], ["1", "1e400"]),
+        (["1", "inf"], [1.0, float("inf")]),
+        (["9223372036854775808", "1"], ["9223372036854775808", "1"]),
+    ],
+)
+def test_a_column_of_csv_is_of_numbers_only_if_every_cell_survives_it(tmp_path: Path, cells: list[str], values: Any):
+    (tmp_path / "x.csv").write_text("x,y\n" + "".join(f"{cell},0\n" for cell in cells))
+    found = [sample["x"] for sample in samples_of(tmp_path / "x.csv")]
+    assert found == values
+    assert list(map(type, found)) == list(map(type, values))
+
+
+def test_folders_that_are_links_are_followed_but_for_one_that_is_around_them(tmp_path: Path):
+    for name, far in (("ant", True), ("bee", False), ("cat", True)):
+        (tmp_path / "far" / name if far else tmp_path / "near" / name).mkdir(parents=True)
+    for name in ("ant", "cat"):
+        (tmp_path / "far" / name / "x.txt").write_text(f"{name}\n")
+        (tmp_path / "near" / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "near" / "bee" / "x.txt").write_text("bee\n")
+    (tmp_path / "near" / "bee" / "around").symlink_to(tmp_path / "near")
+    source = ff.open_source(tmp_path / "near")
+    assert [source[index]["text"] for index in range(len(source))] == ["ant", "bee", "cat"]
+
+
+@pytest.mark.parametrize("path", [None, 5, ["a.csv", "b.csv"], b"a.csv"])
+def test_what_is_no_path_is_refused(path: Any):
+    for call in (ff.open_source, ff.Pack, functools.partial(ff.pack, [1])):
+        with pytest.raises(DataError, match="need a path"):
+            call(path)
+    with pytest.raises(DataError, match=r"the URL https://host/a\.csv +need a path on this machine"):
+        ff.open_source("https://host/a.csv")
 
 
 def test_a_long_cell_of_csv_is_read(tmp_path: Path):

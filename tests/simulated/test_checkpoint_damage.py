@@ -181,6 +181,8 @@ def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n' + text + "\n")
     assert read_identity(tmp_path) is None
     assert read_finished_record(tmp_path) is None
+    (tmp_path / "empty").mkdir()
+    check_run_name(tmp_path, "empty")  # a new run takes it
     with pytest.raises(SettingError, match="exists already"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
@@ -247,6 +249,15 @@ def test_without_a_valid_checkpoint_nothing_is_restored(tmp_path):
     assert progress is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         newest_valid(tmp_path)
+
+
+def test_what_the_writer_does_not_expect_ends_the_run(tmp_path, monkeypatch):
+    def fails(_: object) -> bytes:
+        raise RuntimeError("no fault of the disk")
+
+    monkeypatch.setattr(writer, "encode_manifest", fails)
+    with pytest.raises(RuntimeError, match="no fault of the disk"):
+        save_twice(tmp_path, 1)
 
 
 def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):

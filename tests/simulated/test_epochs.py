@@ -53,6 +53,7 @@ def run(folder, given, name="run", **options):
     (task(batch_size=4, epochs=2), {}, 12),
     (task(batch_size=4, steps=3), {"epochs": 2, "drop_last": True}, 10),
     (task(batch_size=4, epochs=2), {"steps": 3}, 3),
+    (task(batch_size=4, steps=0), {"checkpoint_every": 1}, 0),
     (task(data.DataLoader(PAIRS, batch_size=5, drop_last=True), epochs=3), {}, 12),
     (task(data.DataLoader(PAIRS, batch_size=5, drop_last=True), epochs=3), {"batch_size": 8, "drop_last": False}, 9),
     (task(SizedStream(), batch_size=4), {"epochs": 2}, 12),

@@ -253,3 +253,11 @@ def test_lustres_command_is_printed_where_lustre_is(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/lfs")
     assert feed_pack.stripe_command("x", 2**28) == "mkdir -p x.part && lfs setstripe -c 4 -S 4M x.part"
     assert feed_pack.stripe_command("x", 2**19) == "mkdir -p x.part && lfs setstripe -c 1 -S 4M x.part"
+
+
+@pytest.mark.parametrize(
+    "samples", [[{"a": 2**53 + 1}, {"a": 2.5}], [{"a": 2.5}, {"a": 2**53 + 1}], [{"a": 0.5}, {"a": 10**400}]]
+)
+def test_a_whole_number_that_no_float_is_is_refused_among_floats(tmp_path, samples):
+    with pytest.raises(DataError, match=r"a = \d+ +need a number that a float has room for"):
+        ff.pack(samples, tmp_path / "pack")

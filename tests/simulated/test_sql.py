@@ -1,6 +1,7 @@
 """Laws of SQL sources, the same on SQLite and on a real server of PostgreSQL that the test starts."""
 
 import contextlib
+import gc
 import io
 import itertools
 import logging
@@ -220,10 +221,14 @@ def test_an_index_that_is_kept_finds_changes_between_runs(place, tmp_path):
     ("SELECT * FROM missing", {"key": "id"}, "missing.*need a query that can be read"),
     ("DELETE FROM {t}", {"key": "id"}, "need a query that can be read"),
 ])  # fmt: skip
-def test_what_cannot_be_a_source_is_refused_with_the_reason(place, query, options, message):
+def test_what_cannot_be_a_source_is_refused_with_the_reason(place, query, options, message, monkeypatch):
+    unraisable = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
     table = place.make()
     with pytest.raises(DataError, match=message):
         sql(place.url, query.format(t=table), **options)
+    gc.collect()
+    assert not unraisable
 
 
 def test_of_many_columns_few_are_listed(place):

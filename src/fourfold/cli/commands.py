@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from fourfold.cli.checkpoint_commands import checkpoints
 from fourfold.cli.feed import feed
 from fourfold.cli.output import print_text
-from fourfold.words.errors import Problem, SettingError, closest_match
+from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 
 Command = Callable[[], int]
 
@@ -87,7 +87,10 @@ def _option_problem(name: str, known: list[str] | None, command: str) -> Problem
         return Problem(f"the option {name} without a value", "a value after it", f"{command} --help")
     if command in WITH_SETTINGS and set(known) <= {"--help"}:
         setting = name.lstrip("-").replace("-", "_")
-        return Problem(f"the option {name}", "settings as KEY=VALUE", f"{setting}=…, or {command} --help")
+        place = place_of_setting(setting, ())
+        if place is None or place.startswith("the "):  # the task may have it as an argument
+            place = f"{setting}=…, or {command} --help"
+        return Problem(f"the option {name}", "settings as KEY=VALUE", place)
     return Problem(f"the option {name}", "an option of this command", " or ".join(known) or f"{command} --help")
 
 

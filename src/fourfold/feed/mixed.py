@@ -152,7 +152,8 @@ def _part(name: str, each: Weighted) -> MixedPart:
 def _problems(sources: Any, block_size: Any) -> list[Problem]:
     need, attempt = "named sources with weights", '{"web": ff.Weighted(web, 0.7), "code": ff.Weighted(code, 0.3)}'
     if not isinstance(sources, Mapping) or not sources:
-        return [Problem(argument_checks.format_argument("sources", sources), need, attempt)]
+        got = "no sources" if isinstance(sources, Mapping) else argument_checks.format_argument("sources", sources)
+        return [Problem(got, need, attempt)]
     problems = argument_checks.int_problems("block_size", block_size, minimum=1, optional=True)
     if not problems and block_size is not None and block_size > MAX_BLOCK:
         problems.append(Problem(f"block_size = {block_size}", f"at most {MAX_BLOCK}"))

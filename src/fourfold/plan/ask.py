@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Self
 
-from fourfold.plan.decode import DecodeError, format_pair, from_toml
+from fourfold.plan.decode import DecodeError, format_pair, from_toml, version_problem
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
 from fourfold.plan.plan_fields import FIELDS, MAX_RANKS, PLAN_FIELDS, plan_problems
 from fourfold.words.errors import PlanError, Problem, closest_match
@@ -107,8 +107,7 @@ class Ask:
             raise PlanError(Problem(str(error), "valid TOML"), where=where) from None
         version = values.pop("version", None)
         if type(version) is not int or version != VERSION:
-            got = "no version" if version is None else f"version = {version!r}"
-            raise PlanError(Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}"), where=where)
+            raise PlanError(version_problem(version, VERSION), where=where)
         return cls.from_dict(values, where=where)
 
     def to_toml(self) -> str:

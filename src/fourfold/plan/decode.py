@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fourfold.words.errors import Problem
+
 # ---- decoding ------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +132,13 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
     raise ValueError(f"a {type(value).__name__}")
+
+
+def version_problem(version: object, needed: int) -> Problem:
+    """The problem of a file that has no version, which is None, or another one than is read."""
+    if version is None:
+        return Problem("no version", f"version = {needed}", f"add a line version = {needed}")
+    return Problem(f"version = {version!r}", f"version = {needed}", "what this version of Fourfold has written")
 
 
 def format_pair(key: str, value: Any) -> str:

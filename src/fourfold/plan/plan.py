@@ -20,7 +20,7 @@ from fourfold.axes.pipeline.rules.spec import ComputeLists, PipelineSpec
 from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.codec import CODECS, CodecSpec
-from fourfold.plan.decode import DecodeError, format_pair, from_toml
+from fourfold.plan.decode import DecodeError, format_pair, from_toml, version_problem
 from fourfold.plan.plan_fields import FIELDS, PlanFields, plan_problems
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.words.errors import PlanError, Problem
@@ -249,9 +249,7 @@ class Plan(PlanFields):
             raise PlanError(Problem(str(error), "valid TOML"), where=where) from None
         version = values.pop("version", None)
         if type(version) is not int or version != VERSION:
-            got = "no version" if version is None else f"version = {version!r}"
-            problem = Problem(got, f"version = {VERSION}", f"add a line version = {VERSION}")
-            raise PlanError([problem, *plan_problems(values)], where=where)
+            raise PlanError([version_problem(version, VERSION), *plan_problems(values)], where=where)
         return cls.from_dict(values, where=where)
 
     @classmethod

@@ -66,12 +66,19 @@ def check_run_name(parent: Path, name: str | None, identity: Identity | None = N
     if len(os.fsencode(name)) > MAX_NAME_BYTES:
         raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MAX_NAME_BYTES} bytes"))
     path = parent / name
-    if not path.exists():
+    if not path.exists() or _is_empty(path):
         return
     saved = read_identity(path)
     if identity is None or saved is None or canonical_json(saved) != canonical_json(identity):
         got = f"{path} exists already{_format_identity_difference(saved, identity)}"
         raise SettingError(Problem(got, "a different name for each run", f"name={name}-2"))
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not os.listdir(path)
+    except OSError:
+        return False
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
@@ -80,10 +87,7 @@ def read_identity(path: Path) -> dict[str, Any] | None:
         identity = from_json(read_bounded(path / SETTINGS_FILE), dict[str, Any]).get("identity")
     except (OSError, DecodeError):
         return None
-    if not isinstance(identity, dict):
-        return None
-    task = identity.get("task")  # older runs saved it as it was typed
-    return {**identity, "task": normal_task_name(task)} if isinstance(task, str) else identity
+    return identity if isinstance(identity, dict) else None
 
 
 def normal_task_name(spec: str) -> str:

@@ -157,7 +157,7 @@ class ArrayRows:
             else:
                 self._arrays = {LONE: _map_npy(self._path, NOT_OBJECTS)}
         except UNREADABLE as error:
-            problem = Problem(f"{self._path}: {_reason(error)}", "arrays that can be read without a pickle")
+            problem = Problem(f"{self._path}: {_reason(error)}", "a whole file of arrays, without pickled objects")
             raise DataError(problem, where=self._path) from error
         lengths = {name: len(array) if array.ndim else None for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():

@@ -9,6 +9,7 @@ import codecs
 import csv
 import functools
 import io
+import math
 import os
 import re
 import shlex
@@ -205,8 +206,7 @@ class _CsvReader:
                 problem = Problem(f"row {len(starts) - 1} with {len(row)} columns", f"{count}, as the first row has")
                 raise DataError(problem, where=self._path)
             for place, cell in enumerate(row):
-                while not _is(columns[place], cell):
-                    columns[place] = float if columns[place] is int else str
+                columns[place] = _widened(columns[place], cell)
             starts.append(self._at)
         return starts
 
@@ -223,7 +223,7 @@ def _header_problem(cells: list[str], path: str) -> Problem:
     need = "a first row with a different name for each column"
     if not cells:
         return Problem("no rows", need)
-    if any(_is(float, cell) for cell in cells):
+    if any(_widened(int, cell) is not str for cell in cells):
         file = shlex.quote(os.path.basename(path))
         names = f"$(seq -s '{_delimiter(path)}' {len(cells)})"
         got = "a first row of values: the file seems to have no header row"
@@ -232,10 +232,22 @@ def _header_problem(cells: list[str], path: str) -> Problem:
     return Problem(f"a first row with {f'several columns named {twice}' if twice else 'a column without a name'}", need)
 
 
-def _is(column: Column, cell: str) -> bool:
-    """Whether cells of this kind hold a cell without loss: 007 and a number of 20 digits are text."""
+def _long_int(cell: str) -> int:
+    """What cells of a column are converted by that has whole numbers which no float is."""
+    return int(cell)
+
+
+def _widened(column: Column, cell: str) -> Column:
+    """What a column's cells are converted by without loss, with this one: 007 and a number of 20 digits are text."""
     if column is str:
-        return True
-    if INT.fullmatch(cell):
-        return -(2**63) <= int(cell[:30]) < 2**63
-    return column is float and FLOAT.fullmatch(cell) is not None
+        return str
+    if not INT.fullmatch(cell):
+        is_float = FLOAT.fullmatch(cell) and (math.isfinite(float(cell)) or cell[-1] in "nf")  # 1e400 is text
+        return float if is_float and column is not _long_int else str
+    number = int(cell[:30])
+    if not -(2**63) <= number < 2**63:
+        return str
+    is_exact = float(number) == number
+    if column is float:
+        return float if is_exact else str
+    return column if is_exact else _long_int

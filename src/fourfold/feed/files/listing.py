@@ -52,7 +52,7 @@ def list_files(path: Path) -> Listing | None:
         kind = kind_of(path.name)
         return None if kind is None else Listing(kind, str(path.parent), [path.name])
     try:
-        names = sorted(_below(str(path), ""))
+        names = sorted(names_below(str(path)))
     except OSError as error:
         problem = Problem(f"{error.filename or path}: {os_error_text(error)}", "a folder that can be read")
         raise DataError(problem, where=str(path)) from error
@@ -67,16 +67,26 @@ def list_files(path: Path) -> Listing | None:
     return Listing(next(iter(known)), str(path), names)
 
 
-def _below(root: str, folder: str) -> Iterator[str]:
+def names_below(root: str) -> Iterator[str]:
+    """The files in a folder and below, by their paths in it, but hidden ones. Links to folders are followed."""
+    yield from _below(root, "", frozenset({_identity(root)}))
+
+
+def _below(root: str, folder: str, around: frozenset[tuple[int, int]]) -> Iterator[str]:
     with os.scandir(os.path.join(root, folder)) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir():
-                yield from _below(root, name)
-            else:
+            if not entry.is_dir():
                 yield name
+            elif (own := _identity(entry.path)) not in around:  # not a link to a folder that the link is in
+                yield from _below(root, name, around | {own})
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def read_file(path: str) -> bytes:

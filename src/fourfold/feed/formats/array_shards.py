@@ -68,7 +68,7 @@ class ArrayShards:
                     raise ValueError("an array that is stored by columns, not by rows")
         except UNREADABLE as error:
             got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            raise DataError(Problem(got, "arrays of numbers, without objects"), where=path) from error
+            raise DataError(Problem(got, "whole files of arrays of numbers, row by row"), where=path) from error
         lengths = {array.shape[0] if array.shape else None for array in arrays.values()}
         if len(lengths) != 1 or None in lengths:
             got = comma_list(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "no arrays"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.feed.files.listing import KIND_OF_SUFFIX, KNOWN, Listing, find_files, is_marker
+from fourfold.feed.files.listing import KIND_OF_SUFFIX, KNOWN, Listing, find_files, is_marker, names_below
 from fourfold.feed.files.open import OPENERS as PLAIN_OPENERS
 from fourfold.feed.files.open import open_files
 from fourfold.feed.formats import arrow, mds, megatron
@@ -102,17 +102,24 @@ def open_source(
     Raises DataError, with what is known, if nothing there can be read; DamagedSample, when a sample is read, if it is
     damaged. Nothing is unpickled.
     """
-    options, given = Options(columns, target, images, rows, length, dtype), Path(os.path.expanduser(path))
-    _check_options(options)
+    options = Options(columns, target, images, rows, length, dtype)
+    _check_arguments(path, options)
+    given = Path(os.path.expanduser(path))
     if (paths := find_files(given)) is None:
         return _open_folder(given, options)
     return _open_files(str(given), paths, options)
 
 
-def _check_options(options: Options) -> None:
+def _check_arguments(path: Any, options: Options) -> None:
     """Raise DataError for values that are not what they must be."""
     columns, target = options.columns, options.target
-    problems = argument_checks.name_list_problems("columns", columns, optional=True)
+    problems = argument_checks.str_problems(
+        "path", path, path=True, attempt='one path: a folder, or a pattern such as "train/*.csv"'
+    )
+    if isinstance(path, str) and "://" in path:
+        attempt = "ff.Pack(url) for a pack, or a copy of these files"
+        problems.append(Problem(f"the URL {path}", "a path on this machine", attempt))
+    problems += argument_checks.name_list_problems("columns", columns, optional=True)
     problems += argument_checks.str_problems("target", target, optional=True)
     problems += argument_checks.int_problems("length", options.length, minimum=1, optional=True)
     if not problems and columns is not None and set(columns) == {target}:
@@ -157,15 +164,11 @@ def _check_folders(name: str, paths: Sequence[str], *, has_classes: bool) -> Non
 
 
 def _files_below(folder: Path) -> list[str]:
-    def stop(error: OSError) -> None:
+    try:
+        return sorted(os.path.join(folder, name) for name in names_below(str(folder)) if not is_marker(name))
+    except OSError as error:
         problem = Problem(f"{error.filename}: {os_error_text(error)}", "a folder that can be read")
         raise DataError(problem, where=str(folder)) from error
-
-    paths = []
-    for root, folders, names in os.walk(folder, onerror=stop):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(root, name) for name in names if not name.startswith(".") and not is_marker(name)]
-    return sorted(paths)
 
 
 def _open_files(name: str, paths: Sequence[str], options: Options) -> Any:

@@ -42,7 +42,7 @@ from fourfold.feed.source import empty_like
 from fourfold.feed.staging.origin import Origin, open_origin, without_password
 from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache, StagedFile
 from fourfold.feed.staging.stager import Stager
-from fourfold.words.argument_checks import format_argument, int_problems
+from fourfold.words.argument_checks import format_argument, int_problems, str_problems
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
 # ---- memory of batches -----------------------------------------------------------------------------------------------
@@ -237,6 +237,8 @@ class Pack:
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
+        if problems := str_problems("path", path, path=True):
+            raise DataError(problems, where="the pack")
         self._path = os.fspath(path)
         problems = int_problems("threads", threads, minimum=1, optional=True)
         if problems := problems + _cache_problems(self._path, cache, cache_bytes):

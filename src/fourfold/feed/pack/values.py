@@ -166,6 +166,8 @@ class Encoder:
             raise self._mismatch(key, f"{field.name} = {_describe(value)}", field.describe())
         if field.kind == "int" and value not in INT64:
             raise self._mismatch(key, f"{field.name} = {value}", "a number of 64 bits")
+        if field.kind == "float" and kind == "int" and not (value in INT64 and float(value) == value):
+            raise self._mismatch(key, f"{field.name} = {value}", "a number that a float has room for")
         return STRUCT_OF_NUMBER[field.kind].pack(value)
 
     def _mismatch(self, key: str, got: str, need: str, variable: str = "") -> DataError:

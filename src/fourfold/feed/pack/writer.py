@@ -30,6 +30,7 @@ from fourfold.feed.pack.layout import ENTRY, ShardInfo, shard_name
 from fourfold.feed.pack.schema import Schema, merge, with_variable
 from fourfold.feed.pack.values import Encoder, Part, schema_of
 from fourfold.feed.pack.zstd import Codec, Compression
+from fourfold.words import argument_checks
 from fourfold.words.error_notes import error_line
 from fourfold.words.errors import DataError, FourfoldError, Problem, os_error_text
 from fourfold.words.noop import noop
@@ -397,6 +398,8 @@ def pack(
     If an earlier call was killed, the same call goes on where it was. Raises DataError for a source that is empty or
     changes its schema, with the sample; and if something else is at `dest`, or another process is packing there.
     """
+    if problems := argument_checks.str_problems("dest", dest, path=True):
+        raise DataError(problems, where="the pack")
     path = Path(os.path.abspath(dest))
     _check_arguments(path, shard_bytes, threads, compression)
     folder = path.with_name(path.name + PACKING_SUFFIX)

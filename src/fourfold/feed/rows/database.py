@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -45,7 +45,7 @@ class Database(Protocol):
         """The names of a row's values."""
         ...
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Generator[Row, None, None]:
         """All rows, in the order of the key, of one snapshot."""
         ...
 

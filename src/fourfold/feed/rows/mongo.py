@@ -8,7 +8,7 @@ Law: nothing is written: a pipeline with $out or $merge is rejected.
 import importlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fourfold.feed.rows.database import OPENING, Columns, Connections, Row, check_columns, first_line, retried
@@ -116,7 +116,7 @@ class MongoDatabase:
             if problems := argument_checks.unknown_name_problems("field", missing, known):
                 raise DataError(problems, where="ff.mongo")
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Generator[Row, None, None]:
         documents = self._aggregate([*self._pipeline, {"$sort": {self._key: 1}}], allowDiskUse=True)
         for document in documents:
             yield self._rows([document])[0]

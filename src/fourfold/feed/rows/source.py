@@ -15,7 +15,7 @@ import contextlib
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -196,7 +196,7 @@ class RowSource:
         self._database, self._columns, self._backoff = database, columns, backoff or Backoff()
         # The mapping of an index in a temporary folder lives on when its files have no name any more.
         with temporary_folder() if index is None else contextlib.nullcontext(Path(index)) as folder:
-            self._index: RowIndex = self._retry(lambda: open_index(folder, of, self._digested()))
+            self._index: RowIndex = self._retry(lambda: self._open_index(folder, of))
         some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
         keys = [each.key for each in self._index.rows(list(dict.fromkeys(some)))]
         groups = [keys[start : start + TYPED_TOGETHER] for start in range(0, len(keys), TYPED_TOGETHER)]
@@ -230,9 +230,10 @@ class RowSource:
     def _named(self, key: Any) -> str:
         return f"{self._columns.key} = {key!r}"
 
-    def _digested(self) -> Iterator[tuple[Any, int]]:
-        for row in self._database.scan():
-            yield row[self._columns.key_place], row_digest(row)
+    def _open_index(self, folder: Path, of: str) -> RowIndex:
+        # Closed: after an error its cursor would else be, by the garbage collector, behind its connection.
+        with contextlib.closing(self._database.scan()) as rows:
+            return open_index(folder, of, ((row[self._columns.key_place], row_digest(row)) for row in rows))
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """The rows of these samples. Raises DamagedSample for one that is not as it was."""

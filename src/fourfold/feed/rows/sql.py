@@ -7,7 +7,7 @@ Law: nothing that is sent to the server is made of values; the key's name is quo
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -119,7 +119,7 @@ class _SqliteDatabase:
                 raise
             raise DataError(Problem(f"{self.url}: {error}", "a query that can be read"), where="ff.sql") from error
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Generator[Row, None, None]:
         yield from self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
 
     def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
@@ -127,7 +127,7 @@ class _SqliteDatabase:
             some = list(keys[start : start + MAX_SQLITE_KEYS])
             marks = ", ".join("?" * len(some))
             text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
-            yield from self._connection().execute(text, some)
+            yield from self._connection().execute(text, some).fetchall()
 
     def disconnect(self) -> None:
         self._connections.close()
@@ -185,7 +185,7 @@ class _PostgresDatabase:
             got = f"{self.url}: {first_line(error)}"
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
 
-    def scan(self) -> Iterator[Row]:
+    def scan(self) -> Generator[Row, None, None]:
         text = f"SELECT * FROM {self._source} ORDER BY {self._key}"
         with self._connection().cursor() as cursor:
             # As they arrive: a cursor of the server would send a number of them at once.
