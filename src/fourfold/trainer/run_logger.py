@@ -74,7 +74,7 @@ def _format_metrics(valid: Mapping[str, float]) -> str:
 def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
     """What is printed at the end of a run. `steps`: those that `result.seconds` were spent on."""
     rows = [(f"validation {name}" if name == "loss" else name, f"{value:.4f}") for name, value in result.valid.items()]
-    rows += [("training loss", f"{result.loss:.4f}")]
+    rows += [("training loss", f"{result.loss:.4f}")] if result.steps else []
     if steps:
         rows += [(f"{unit} per second", f"{result.units_per_second:,.0f}")]
         rows += [("time", f"{result.seconds:.1f} s for {steps} steps")]
