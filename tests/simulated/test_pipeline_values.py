@@ -395,6 +395,28 @@ class Scaling(torch.autograd.Function):
         return grads[0] * ctx.scale
 
 
+class Square(torch.autograd.Function):
+    """A function of the user's own, which saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class Saving(Net):
+    """Values are saved for backward between blocks, also where a stage has not got them."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Square.apply(checkpoint(block, x, use_reentrant=False)) / 4  # pyright: ignore[reportOptionalOperand]
+        return x
+
+
 class Calling(Block):
     def forward(self, x: Tensor) -> Tensor:
         LEFT.calls = getattr(LEFT, "calls", 0) + 1
@@ -759,22 +781,25 @@ def test_what_a_later_batch_needs_is_named_where_it_is_used(kind, got):
 
 
 @pytest.mark.parametrize("hosts", [1, 4], ids=["shared memory", "process groups"])
-@pytest.mark.parametrize("fields", [
-    {}, {"zero": 1, "update": "in_forward"}, {"zero": 2, "schedule": "zero-bubble"}, {"zero": 3},
-    {"zero": 3, "update": "in_forward"}, {"zero": 3, "schedule": "interleaved", "interleave": 2},
-    {"zero": 3, "recompute": "full"},
+@pytest.mark.parametrize(("kind", "fields"), [
+    *((LayerScale, fields) for fields in (
+        {}, {"zero": 1, "update": "in_forward"}, {"zero": 2, "schedule": "zero-bubble"}, {"zero": 3},
+        {"zero": 3, "update": "in_forward"}, {"zero": 3, "schedule": "interleaved", "interleave": 2},
+        {"zero": 3, "recompute": "full"},
+    )),
+    (Saving, {"zero": 3}), (Saving, {"zero": 3, "schedule": "interleaved", "interleave": 2}),
 ], ids=str)  # fmt: skip
-def test_weights_of_the_model_itself_cross_stages_wherever_they_rest(fields, hosts):
+def test_what_crosses_a_stage_trains_as_on_one_device_wherever_weights_rest(kind, fields, hosts):
     def body(comm: Any) -> Trained:
         plan = Plan(pp=2, dp=2, microbatches=2, **fields)
         step = TrainStep(
-            made(LayerScale), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=comm
+            made(kind), cross_entropy, functools.partial(torch.optim.SGD, lr=0.1), plan=plan, communicator=comm
         )
         losses = [step(cases.local_batch(batch, 2, step.dp_index)).loss for batch in batches()]
         losses.append(step.evaluate(cases.local_batch(batches()[0], 2, step.dp_index)).loss)
         return Trained(losses, copy.deepcopy(step.state_dict()["model"]))
 
-    expected = alone(LayerScale)
+    expected = alone(kind)
     for got in threads.run(4, body, hosts=hosts):
         assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         for name, wanted in expected.state.items():

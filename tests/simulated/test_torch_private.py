@@ -235,6 +235,7 @@ def test_a_transform_is_active_inside_it_unless_suspended():
 
     assert not private.are_transforms_active()
     assert private.has_memory(torch.zeros(2))
+    assert private.has_memory(torch.zeros(2, device="meta"))
     assert not private.has_memory(torch.zeros(2).to_sparse())
     torch.func.grad(body)(torch.zeros(3))
     torch.func.vmap(body)(torch.zeros(2, 3))
@@ -333,6 +334,7 @@ def test_a_tensor_without_memory_has_a_shape_and_no_address():
     tensor = private.tensor_without_memory(Lazy, (2, 3), device=torch.device("cpu"), dtype=torch.float64)
     assert type(tensor) is Lazy
     assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float64)
+    assert not private.has_memory(tensor)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         tensor.data_ptr()
 

@@ -147,8 +147,14 @@ is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether a tensor has an address. Those of transforms of `torch.func` have none, nor zeros of forward mode."""
-    return x.layout is torch.strided and not functorch.is_functorch_wrapped_tensor(x) and not x._is_zerotensor()
+    """Whether a tensor has memory of its own, or is on the meta device.
+
+    Those of transforms of `torch.func` have none, nor zeros of forward mode, nor wrappers such as DTensor, nor
+    `tensor_without_memory`, nor tensors without elements.
+    """
+    if x.layout is not torch.strided or functorch.is_functorch_wrapped_tensor(x) or x._is_zerotensor():
+        return False
+    return x.is_meta or torch._C._data_address(x) != 0  # type: ignore[attr-defined]
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:
