@@ -1,6 +1,7 @@
 """Hooks and attributes in the backward of a divided model: as on one device, or refused by name."""
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -105,6 +106,27 @@ class OldWeightNorm(Net):
                 nn.utils.weight_norm(block.up)
 
 
+class Computing(Net):
+    """Hooks of the blocks themselves compute weights: torch's old weight_norm, and spectral_norm, which has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            blocks = [nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))]
+            blocks += [nn.Linear(WIDTH, WIDTH), nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))]
+        self.blocks = nn.Sequential(*blocks)
+
+
+class CountingHook(Net):
+    """A hook of each block counts its calls in a buffer, and scales what the block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("calls", torch.zeros(()))
+            block.register_forward_pre_hook(lambda module, args: (args[0] * (1 + module.calls.add_(1) / 8),))
+
+
 class FrozenBetween(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +163,12 @@ class NormalizedBlocks(Net):
 
 
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatches": 2}
+ONE_MICROBATCH = {
+    "pp": 2,
+    "interleave": 2,
+    "schedule": "written",
+    "program": "0: F0.0 F2.0 B2.0 B0.0\n1: F1.0 F3.0 B3.0 B1.0",
+}
 
 
 @pytest.mark.parametrize(("kind", "fields"), [
@@ -152,6 +180,7 @@ INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2, "microbatche
     (Between, INTERLEAVED),
     (FrozenBetween, INTERLEAVED),
     (OldWeightNorm, INTERLEAVED),
+    *itertools.product([Computing, CountingHook], [{"pp": 2}, ONE_MICROBATCH]),
     (Storing, {"pp": 2, "microbatches": 2}),
     (NormalizedBlocks, {"pp": 2, "batch_norm": "sync"}),
 ], ids=str)  # fmt: skip

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.axes.pipeline.attach.rehearsal import NEED, DividedModel, Rehearsal, buffers_of
 from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitTokens
+from fourfold.axes.pipeline.work.knowledge import is_of
 from fourfold.axes.pipeline.work.recording import Recorder, Recording
+from fourfold.axes.pipeline.work.stand_in import BUFFER, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import attributes_of, take_apart, without_caches
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
@@ -253,17 +255,29 @@ class PipelineCheck:
                 buffers = rehearsal.buffers
         return []
 
-    def _elsewhere(self, stage: int) -> dict[str, Tensor]:
-        """The parameters of other stages, without the copies of tied ones. Trained ones of this rank are among them:
-        a weight has one gradient in one backward."""
-        model, stages, found = self._divided.model, self._divided.stages, dict[str, Tensor]()
+    def _elsewhere(self, stage: int) -> dict[Source, Tensor]:
+        """The parameters of other stages, without the copies of tied ones, and the buffers of earlier ones. Trained
+        ones of this rank are among them: a weight has one gradient in one backward."""
+        model, stages, found = self._divided.model, self._divided.stages, dict[Source, Tensor]()
         for name, like in self._divided.skeleton.named_parameters(remove_duplicate=False):
             path, _, key = name.rpartition(".")
             is_dropped = own_parameters(model.get_submodule(path)).get(key, like) is None
             is_sent = like.requires_grad or name in stages.chain.own
             if is_dropped or (is_sent and stages.stage_of(name) != stage):
-                found[name] = like
-        return found
+                found[Source(WEIGHT, name)] = like
+        return found | self._buffers_in_front(stage)
+
+    def _buffers_in_front(self, stage: int) -> dict[Source, Tensor]:
+        """The buffers of earlier stages. Those of this rank are among them: each is written once in one forward."""
+        skeleton, in_front = self._divided.skeleton, self._divided.stages.modules_in_front(stage)
+        found, shared = dict[Source, Tensor](), set[nn.Module]()
+        for name, like in skeleton.named_buffers(remove_duplicate=False):
+            source = Source(BUFFER, name)
+            if any(is_of(source, module) for module in in_front):
+                found[source] = like
+            else:
+                shared.add(skeleton.get_submodule(source.module))  # as of rotary angles that blocks have in common
+        return {source: like for source, like in found.items() if skeleton.get_submodule(source.module) not in shared}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from fourfold.axes.pipeline.work.knowledge import Knowledge, is_of
 from fourfold.axes.pipeline.work.recording import Recording
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
 from fourfold.axes.pipeline.work.replaced import Replacements, replaced
-from fourfold.axes.pipeline.work.stand_in import OUTPUT, WEIGHT, Source, StandIn, StandInUsed, sources_of
+from fourfold.axes.pipeline.work.stand_in import BUFFER, OUTPUT, WEIGHT, Source, StandIn, StandInUsed, sources_of
 from fourfold.axes.pipeline.work.tied import aliases_of
 from fourfold.axes.pipeline.work.values import OBJECT, take_apart, tensors_among, without_caches, written_attributes
 from fourfold.model.batch import Microbatch
@@ -132,6 +132,8 @@ class Rehearsal:
         if source.kind == WEIGHT:
             need = "a forward and a loss that read only weights of the stage that they run on"
             return Problem(got, need, "weight_decay of the optimizer in place of a penalty in the loss, or pp = 1")
+        if source.kind == BUFFER:
+            return Problem(got, "buffers that only the stage reads that has their module", "pp = 1")
         if objects := [each[1] for each in self._recorded.described.get(source, ()) if each[0] == OBJECT]:
             need = "tensors, numbers, texts, and tuples, lists, dicts and dataclasses of these"
             return Problem(f"{got}: {objects[0]}, an object", need, f"{objects[0]} as a dataclass, or pp = 1")

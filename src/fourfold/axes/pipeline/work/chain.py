@@ -69,6 +69,10 @@ class StageMap(NamedTuple):
         modules = (*self.chain.before, *self.chain.blocks, *self.chain.behind)
         return tuple(name for name in modules if self.place_of(name) != place)
 
+    def modules_in_front(self, stage: int) -> tuple[str, ...]:
+        """The blocks of earlier stages, and the modules before the chain; none for the first stage."""
+        return (*self.chain.before, *self.chain.blocks[: self.blocks[stage].start]) if stage else ()
+
     def boundaries(self) -> list[str]:
         """By stage but the last: the block whose output it sends."""
         return [self.chain.blocks[blocks.stop - 1] for blocks in self.blocks[:-1]]

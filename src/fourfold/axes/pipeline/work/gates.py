@@ -25,6 +25,7 @@ from fourfold.axes.pipeline.work.knowledge import Knowledge, is_of
 from fourfold.axes.pipeline.work.replaced import Replacements, attribute_of, replaced
 from fourfold.axes.pipeline.work.stand_in import (
     ATTRIBUTE,
+    BUFFER,
     OUTPUT,
     WEIGHT,
     Source,
@@ -56,7 +57,7 @@ from fourfold.axes.pipeline.work.values import (
 from fourfold.comm.tensor.protocol import TensorGroup
 from fourfold.torch_kit.activation_checkpoints import current_checkpoint
 from fourfold.torch_kit.tensor_tree import tree_leaves
-from fourfold.torch_kit.torch_private import own_parameters
+from fourfold.torch_kit.torch_private import own_buffers, own_parameters
 from fourfold.words.errors import Problem, TaskError
 
 
@@ -107,7 +108,8 @@ class SplitTokens(NamedTuple):
 class Gates:
     """The gates of one stage of a model.
 
-    elsewhere   parameters of other stages, by name; the model has None in their place
+    elsewhere   parameters and buffers of other stages, which stand-ins take the place of: hooks of the modules of
+                earlier stages run on this one too
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Gates:
         split_tokens: SplitTokens,
         device: torch.device,
         *,
-        elsewhere: Mapping[str, Tensor] | None = None,
+        elsewhere: Mapping[Source, Tensor] | None = None,
     ) -> None:
         stages = known.stages
         self.stage, self._model, self._learned = stage, model, known
@@ -131,14 +133,15 @@ class Gates:
         self._input = Source(OUTPUT, names[blocks.start - 1]) if stage else None
         self.exit = Source(OUTPUT, names[blocks.stop - 1]) if stage < stages.num_stages - 1 else None
         """The output of the stage's last block; None: the stage is the last."""
-        weights = {Source(WEIGHT, name): each for name, each in (elsewhere or {}).items()}
-        self._weights = {each: StandIn.like(like.shape, like.dtype, device, each) for each, like in weights.items()}
+        self._elsewhere = {
+            each: StandIn.like(like.shape, like.dtype, device, each) for each, like in (elsewhere or {}).items()
+        }
         self._known: Known = {}
         """The metadata of the last message that was received."""
         self._sent_metadata: Known = {}
         """The metadata of the last message that was sent."""
         self._shown: Replacements = []
-        """Weights and attributes of other stages as they are in the last forward: where, and what."""
+        """Weights, buffers and attributes of other stages as they are in the last forward: where, and what."""
         self._recomputed: Replacements = []
         """The gates that the last forward has gone through within checkpoints, which compute again in backward."""
         self._later = set[Source]()
@@ -148,12 +151,6 @@ class Gates:
     @property
     def chain(self) -> Chain:
         return self._learned.stages.chain
-
-    @property
-    def _replaced(self) -> Sequence[str]:
-        """The modules of earlier stages."""
-        first = self._learned.stages.blocks[self.stage].start
-        return (*self.chain.before, *self.chain.blocks[:first]) if self.stage else ()
 
     def set_metadata(self, known: Known) -> None:
         """Give the metadata to a stage that gets no messages."""
@@ -233,7 +230,7 @@ class Gates:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Within, weights and attributes of other stages are those of the last forward, or stand-ins."""
+        """Within, weights, buffers and attributes of other stages are those of the last forward, or stand-ins."""
         with replaced(self._shown):
             yield
 
@@ -298,7 +295,7 @@ class Gates:
         """What is another one within: forwards, and the backward hooks around them."""
         own = [self._model.get_submodule(name) for name in self._own]
         gates = [each for module in own for each in hooks_inside(module)]
-        for name in self._replaced:
+        for name in self._learned.stages.modules_in_front(self.stage):
             module = self._model.get_submodule(name)
             gates += [(vars(module), "forward", self._gate(name, given, calls)), *without_hooks(module)]
         return gates
@@ -325,10 +322,11 @@ class Gates:
 
     def _show(self, given: Mapping[Source, Sequence[Any]]) -> Replacements:
         shown: Replacements = []
-        for source, weight in self._weights.items():
-            module, (value,) = self._model.get_submodule(source.module), given.get(source, [weight])
+        for source, stand_in in self._elsewhere.items():
+            module, (value,) = self._model.get_submodule(source.module), given.get(source, [stand_in])
+            place = own_buffers(module) if source.kind == BUFFER else own_parameters(module)
             is_around = source.name in self.chain.own  # the forward of the module around the chain reads it
-            shown.append((vars(module) if is_around else own_parameters(module), source.key, value))
+            shown.append((vars(module) if is_around else place, source.key, value))
         for source in self._learned.attributes:
             if self._learned.is_in_front(self.stage, source):
                 is_known = source in self._known and source in self._learned.forms  # or other ranks' samples wrote it

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.axes.pipeline.work.chain import StageMap
-from fourfold.axes.pipeline.work.stand_in import OUTPUT, WEIGHT, Source
+from fourfold.axes.pipeline.work.stand_in import BUFFER, OUTPUT, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import Described, Form
 
 
@@ -53,12 +53,9 @@ class Knowledge:
 
     def is_in_front(self, stage: int, source: Source) -> bool:
         """Whether a stage may be sent this value, which an earlier one has."""
-        if not stage:
-            return False
-        if source.kind == WEIGHT:
-            return source.name in self.stages.chain.own
-        blocks = self.stages.chain.blocks[: self.stages.blocks[stage].start]
-        return any(is_of(source, name) for name in (*self.stages.chain.before, *blocks))
+        if source.kind in (WEIGHT, BUFFER):
+            return stage > 0 and source.name in self.stages.chain.own
+        return any(is_of(source, name) for name in self.stages.modules_in_front(stage))
 
     def report(self, stages: range) -> dict[str, Any]:
         """What a rank with these stages has found, for the others."""

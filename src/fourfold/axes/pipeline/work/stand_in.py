@@ -1,7 +1,7 @@
 """Stand-ins: what a stage has in place of values that other stages have.
 
 stand-in  a tensor with a shape, a dtype and a device, and without values
-source    where the values are: what a module of another stage returned or kept, or one of its weights
+source    where the values are: what a module of another stage returned or kept, or one of its weights or buffers
 Law: what is computed with a stand-in is a stand-in, of the sources of both. Whatever needs its values raises
 StandInUsed: a branch, a number, a write into a tensor that this stage has. So a stage computes with values that it
 has, or says which ones it has not.
@@ -24,7 +24,7 @@ from fourfold.torch_kit.torch_private import (
 )
 from fourfold.words.error_notes import frame_place, user_frame
 
-OUTPUT, ATTRIBUTE, WEIGHT = "output", "attribute", "weight"
+OUTPUT, ATTRIBUTE, WEIGHT, BUFFER = "output", "attribute", "weight", "buffer"
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READS = {"numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "__deepcopy__"}
 _aten = torch.ops.aten
@@ -42,8 +42,8 @@ _KNOWN_RESULTS: dict[Any, Tensor] = {}
 class Source(NamedTuple):
     """Where values are.
 
-    kind   OUTPUT of a module, ATTRIBUTE of a module, or WEIGHT
-    name   of the module, of the attribute with its module's, or of the weight
+    kind   OUTPUT of a module, ATTRIBUTE of a module, WEIGHT or BUFFER
+    name   of the module, of the attribute with its module's, of the weight or of the buffer
     call   of an output: its number in a forward
     """
 
@@ -53,7 +53,7 @@ class Source(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module of an attribute or a weight; `key` is its name there."""
+        """The module of an attribute, a weight or a buffer; `key` is its name there."""
         return self.name.rpartition(".")[0]
 
     @property
