@@ -65,6 +65,22 @@ class Skipping(Blocks):
         return self.head(x + first)
 
 
+class InDict(nn.Module):
+    """A model whose blocks are in an nn.ModuleDict, not in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleDict({f"l{index}": nn.Linear(WIDTH, WIDTH) for index in range(4)})
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers.values():
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
 class TwoDevices(nn.Module):
     """The model of PyTorch's tutorial on model parallelism: a chain that no list has."""
 
@@ -158,6 +174,7 @@ def train(kind, fields, comm):
     (TwoDevices, 2, "net1; relu net2"),
     (TwoDevices, 2, "net1 relu; net2"),
     (Blocks, 2, "blocks.0; 1 2 3 blocks.4"),
+    (InDict, 2, "l0 l1; l2 l3"),
 ])  # fmt: skip
 def test_the_stages_of_a_chain_train_as_one_device(kind, pp, stages, schedule):
     expected = oracle.train(made(kind), loss, adamw, batches())
@@ -178,11 +195,12 @@ def test_what_breaks_the_chain_is_refused_by_name(kind, got):
 @pytest.mark.parametrize(("kind", "stages", "parts"), [
     (TwoDevices, "net1; rellu net2 net1", ["'rellu'", "try relu", "'net1' 2 times"]),
     (TwoDevices, "net1; relu", ["without net2"]),
+    (InDict, "even", ["2 stages and a model without a list of blocks", "nn.ModuleList or nn.Sequential", 'stages = "']),
     (TwoDevices, "net1; relu; net2", ["3 stages", "need 2"]),
     (Blocks, "0 1; 3 2 4", ["the order of the chain"]),
     (Blocks, "0 1; 2 head", ["'head'", "without blocks.3, blocks.4"]),
 ])  # fmt: skip
-def test_names_that_are_no_stages_are_said_all_at_once(kind, stages, parts):
+def test_stages_that_a_model_has_not_are_said_all_at_once(kind, stages, parts):
     with pytest.raises(PlanError) as caught:
         map_stages(made(kind), StageSpec(stages, 2, 2))
     for part in parts:

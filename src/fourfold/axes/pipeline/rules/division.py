@@ -79,9 +79,13 @@ def name_problems(
 
 def division_problems(text: str, num_blocks: int, num_stages: int) -> list[Problem]:
     """Why a chain of so many blocks cannot be divided as the plan says."""
+    if not num_blocks:
+        got = f"{num_stages} stages and a model without a list of blocks"
+        need = "at least two blocks in an nn.ModuleList or nn.Sequential, or stages by the names of modules"
+        return [Problem(got, need, 'stages = "net1; relu net2", with names of the model, in the order of their calls')]
     if num_blocks < num_stages:
         got = f"{num_stages} stages and a chain of {num_blocks} blocks"
-        attempt = f"pp × interleave of at most {max(num_blocks, 1)}, or more layers"
+        attempt = f"pp × interleave of at most {num_blocks}, or more layers"
         return [Problem(got, "at least one block for each stage", attempt)]
     counts = _counts(text)
     if counts is None or (len(counts) == num_stages and sum(counts) == num_blocks):
