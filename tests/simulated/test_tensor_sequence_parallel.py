@@ -485,14 +485,38 @@ def test_tokens_that_mix_between_blocks_are_named():
     assert "try sequence_parallel = false" in message
 
 
-def test_a_block_with_parameters_of_its_own():
+class DictBlock(nn.Module):
+    """A block that calls the layers of an nn.ModuleDict itself, as in minGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp["down"](self.mlp["up"](x).relu())
+
+
+def of_dicts() -> Shifting:
+    """Its MLPs have their layers in an nn.ModuleDict."""
+    model = Shifting(0)
+    with SEED_LOCK:
+        torch.manual_seed(1)
+        for block in model.blocks:
+            cast(ShiftingBlock, block).mlp = DictBlock()  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(("make", "rules"), [
+    (lambda: Shifting(0), MIXER_RULES),
+    (of_dicts, {"blocks.*.mlp.mlp.up": "column", "blocks.*.mlp.mlp.down": "row"}),
+], ids=["parameters of its own", "layers in a dict"])  # fmt: skip
+def test_a_block_trains_as_on_one_device(make, rules):
     def body(comm):
-        model, (x, targets) = Shifting(0).double(), features()
-        step = language_step(split_plan(tp=2), comm, model, tensor=MIXER_RULES)
+        step = language_step(split_plan(tp=2), comm, make().double(), tensor=rules)
         return deviation(step, *train(step, [(x.double(), targets)] * 2), expected)
 
     x, targets = features()
-    expected = oracle.train(Shifting(0).double(), lm.loss, ADAM, [(x.double(), targets)] * 2, clip=0.5)
+    expected = oracle.train(make().double(), lm.loss, ADAM, [(x.double(), targets)] * 2, clip=0.5)
     assert max(threads.run(2, body)) <= TOLERANCE
 
 
@@ -592,3 +616,6 @@ def test_impossible_plans_are_rejected_before_processes_start():
     with pytest.raises(PlanError, match=r"the column layer \*\.up directly in the block, a MLP"):
         preflight(blocks_of_layers, split_plan(tp=2))
     preflight(blocks_of_layers, Plan(tp=2))
+    blocks_of_dicts = task(lambda: nn.Sequential(DictBlock(), DictBlock()), {"*.mlp.up": "column", "*.mlp.down": "row"})
+    with pytest.raises(PlanError, match=r"the column layer \*\.mlp\.up directly in the block, a DictBlock"):
+        preflight(blocks_of_dicts, split_plan(tp=2))

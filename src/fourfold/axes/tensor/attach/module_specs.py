@@ -42,7 +42,8 @@ def _spec(name: str, module: nn.Module, read_by_parent: dict[nn.Module, str]) ->
         return ModuleSpec(name, "other", parameters, counts, f"{class_name} whose weight {parent} reads itself")
     if options := _embedding_options(module):
         class_name += f" with {' and '.join(options)}"
-    return ModuleSpec(name, module_kind(module), parameters, counts, class_name)
+    is_called = getattr(module.forward, "__func__", None) is not nn.Module.forward
+    return ModuleSpec(name, module_kind(module), parameters, counts, class_name, is_called)
 
 
 def module_kind(module: nn.Module) -> str:

@@ -1,7 +1,7 @@
 """Sequence parallelism: where a tensor rank holds some of the tokens of a model, inferred from its modules.
 
 block      a numbered module that holds split layers; blocks of one list follow each other
-container  the module around column layers inside a block: it gets all tokens, and so do the layers in it
+container  the called module around column layers inside a block: it gets all tokens, and so do the layers in it
 entry      the first block of a list: from here on a rank holds some tokens of the hidden tensor
 exit       the last module of the list, or the norm behind it: from here on every rank holds all tokens again
 summed     modules with parameters that compute with some tokens: their gradients are addends
@@ -51,7 +51,8 @@ def sequence_parallel_layout(modules: Sequence[ModuleSpec], styles: Mapping[str,
     columns = [module.name for module in modules if styles.get(module.name) is Style.COLUMN]
     blocks, problems = _blocks(modules, columns)
     inside = {block: [module for module in modules if is_in(module.name, block)] for block in blocks}
-    parents = {parent_name(name) for name in columns if any(is_in(name, block) for block in blocks)}
+    around = _called_around(modules, columns)
+    parents = {around[name] for name in columns if any(is_in(name, block) for block in blocks)}
     containers = {name for name in parents if not any(_is_inside(name, other) for other in parents)}
     lists = [_list_of(name, blocks, modules) for name in dict.fromkeys(map(parent_name, blocks))]
     problems += [problem for each in lists for problem in _list_problems(each, modules)]
@@ -91,8 +92,7 @@ def _blocks(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> tuple[list
     """The outermost of the numbered modules around containers, in the order of `modules`."""
     found: set[str] = set()
     problems = []
-    for column in columns:
-        container = parent_name(column)
+    for column, container in _called_around(modules, columns).items():
         block = next((name for name in _ancestors(container) if _is_numbered(name)), None)
         if block is not None:
             found.add(block)
@@ -103,6 +103,12 @@ def _blocks(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> tuple[list
         need = "numbered blocks, as those of nn.ModuleList, with column layers in their submodules"
         problems.append(Problem("sequence_parallel = true and a model without blocks", need, KEEP_WHOLE))
     return blocks, problems
+
+
+def _called_around(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> dict[str, str]:
+    """By column layer: the nearest module around it that is called."""
+    called = {module.name for module in modules if module.is_called}
+    return {column: next((name for name in _ancestors(column) if name in called), "") for column in columns}
 
 
 def _ancestors(name: str) -> Iterator[str]:
@@ -119,7 +125,7 @@ def _is_numbered(name: str) -> bool:
 def _container_problem(column: str, container: str, modules: Sequence[ModuleSpec]) -> Problem:
     class_name = next((module.class_name for module in modules if module.name == container), "") or "block"
     got = f"sequence_parallel = true and the column layer {generalized(column)} directly in the block, a {class_name}"
-    need = "a module around it inside of the block, such as an MLP: at its entry the tokens are gathered"
+    need = "a module around it inside of the block that has a forward, such as an MLP: there the tokens are gathered"
     return Problem(got, need, KEEP_WHOLE)
 
 

@@ -60,6 +60,7 @@ class ModuleSpec(NamedTuple):
     parameters  the shapes of its own parameters, without those of its children, by their names in it
     counts      its attributes that are whole numbers
     class_name  for messages
+    is_called   whether it has a forward: an nn.ModuleDict or nn.ModuleList has none
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModuleSpec(NamedTuple):
     parameters: Mapping[str, tuple[int, ...]]
     counts: Mapping[str, int]
     class_name: str = ""
+    is_called: bool = True
 
 
 class Count(NamedTuple):
