@@ -127,6 +127,17 @@ class CountingHook(Net):
             block.register_forward_pre_hook(lambda module, args: (args[0] * (1 + module.calls.add_(1) / 8),))
 
 
+class ReadingBuffer(Net):
+    """The last stage reads a buffer of a block that its rank has, if stages interleave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_buffer("gain", torch.full((), 1.5))
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x) * self.blocks[1].gain
+
+
 class FrozenBetween(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +190,7 @@ ONE_MICROBATCH = {
     (Hooked, INTERLEAVED),
     (Between, INTERLEAVED),
     (FrozenBetween, INTERLEAVED),
+    (ReadingBuffer, INTERLEAVED),
     (OldWeightNorm, INTERLEAVED),
     *itertools.product([Computing, CountingHook], [{"pp": 2}, ONE_MICROBATCH]),
     (Storing, {"pp": 2, "microbatches": 2}),
@@ -210,9 +222,10 @@ def test_a_backward_hook_of_all_modules_sees_the_gradients_of_one_device(fields)
 
 @pytest.mark.parametrize(("kind", "microbatches", "got"), [
     (Around, 1, r"a full backward hook of blocks, whose forward several stages share"),
+    (ReadingBuffer, 1, r"stage 1 \(.*\) needs buffer blocks\.1\.gain"),
     (Normalized, 2, r"a hook of blocks\.0\.up\.weight, blocks\.1\.up\.weight that is not additive"),
 ])  # fmt: skip
-def test_a_hook_that_sees_other_gradients_is_refused(kind, microbatches, got):
+def test_what_a_stage_sees_otherwise_than_one_device_is_refused(kind, microbatches, got):
     def body(comm: Any) -> None:
         plan, sgd = Plan(pp=2, microbatches=microbatches), functools.partial(torch.optim.SGD, lr=0.1)
         step = TrainStep(made(kind), cross_entropy, sgd, plan=plan, communicator=comm)

@@ -322,7 +322,10 @@ class Gates:
 
     def _show(self, given: Mapping[Source, Sequence[Any]]) -> Replacements:
         shown: Replacements = []
+        at_hand = self._learned.needs.get(self.stage, ())
         for source, stand_in in self._elsewhere.items():
+            if source.kind == BUFFER and source in at_hand:
+                continue
             module, (value,) = self._model.get_submodule(source.module), given.get(source, [stand_in])
             place = own_buffers(module) if source.kind == BUFFER else own_parameters(module)
             is_around = source.name in self.chain.own  # the forward of the module around the chain reads it

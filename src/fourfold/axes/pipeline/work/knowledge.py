@@ -45,7 +45,7 @@ class Knowledge:
     def note_needs(self, stage: int, sources: Collection[Source]) -> Source | None:
         """Note that a stage needs these values. Returns one that it cannot be sent; None: it can be sent all."""
         needs = self.needs.setdefault(stage, set())
-        refused = [each for each in sources if not self.is_in_front(stage, each)]
+        refused = [each for each in sources if not (self.is_in_front(stage, each) or self._is_at_hand(stage, each))]
         if refused or needs.issuperset(sources):
             return min(refused or sources)
         needs.update(sources)
@@ -56,6 +56,10 @@ class Knowledge:
         if source.kind in (WEIGHT, BUFFER):
             return stage > 0 and source.name in self.stages.chain.own
         return any(is_of(source, name) for name in self.stages.modules_in_front(stage))
+
+    def _is_at_hand(self, stage: int, source: Source) -> bool:
+        """Whether this is a buffer of another stage that the rank of this one has, if stages interleave."""
+        return source.kind == BUFFER and self.stages.place_of(source.name) == stage % self.stages.num_places
 
     def report(self, stages: range) -> dict[str, Any]:
         """What a rank with these stages has found, for the others."""
