@@ -187,6 +187,22 @@ def test_lists_of_other_lengths_lose_no_number(tmp_path: Path, lists: list[Any])
     assert json.loads(json.dumps(sample, default=lambda each: each.tolist())) == lists
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.tar"])
+def test_lists_of_json_keep_all_digits(tmp_path: Path, name: str):
+    content = b'{"a": [1e300, 16777217, 0.1], "b": [9007199254740993]}'
+    if name.endswith(".tar"):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            member = tarfile.TarInfo("0.json")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    else:
+        (tmp_path / name).write_bytes(content + b"\n")
+    (sample,) = samples_of(tmp_path / name)
+    sample = sample.get("json", sample)
+    assert sample["a"].tolist() == [1e300, 16777217, 0.1]
+    assert sample["b"].tolist() == [9007199254740993]
+
+
 def test_a_null_in_json_is_none_and_among_text_in_a_list(tmp_path: Path):
     samples = [{"n": 1, "error": None, "tag": {"name": "a"}}, {"n": 2, "error": "late", "tag": {"name": None}}]
     write_tar(tmp_path / "x.tar", *({"json": json.dumps(each).encode()} for each in samples))

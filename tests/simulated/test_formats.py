@@ -519,7 +519,10 @@ def test_rows_of_many_array_files_are_samples(tmp_path: Path, save: Any):
 def test_plain_files_are_in_batches_with_their_text(tmp_path: Path):
     lines = [{"a": i, "b": [1, 2.5], "t": f"t{i}"} for i in range(4)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    check(ff.open_source(tmp_path / "x.jsonl"), [{**each, "b": torch.tensor([1, 2.5])} for each in lines])
+    check(
+        ff.open_source(tmp_path / "x.jsonl"),
+        [{**each, "b": torch.tensor([1, 2.5], dtype=torch.float64)} for each in lines],
+    )
     (tmp_path / "x.csv").write_text("a,b\n1,x\n2,y\n")
     check(ff.open_source(tmp_path / "x.csv", target="a"), [("x", 1), ("y", 2)])
     (tmp_path / "x.txt").write_text("one\ntwo\n")

@@ -40,14 +40,18 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def stackable(value: Any) -> Any:
-    """A value of JSON with its lists of numbers as tensors; a null stays None. ValueError for what is no int64."""
+    """A value of JSON with its lists of numbers as tensors of int64 or, as JSON's numbers are, float64; a null stays None.
+
+    Raises ValueError for what is no int64.
+    """
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of more than 64 bits")
     if isinstance(value, dict):
         return {name: stackable(each) for name, each in value.items()}
     if isinstance(value, list):
         try:
-            return tensor_of_list(value)
+            tensor = tensor_of_list(value)
+            return torch.as_tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
         except (TypeError, ValueError, RuntimeError):
             check_fits(TENSOR_BYTES * _num_lists(value), "the lists of a JSON text")
             return [stackable(each) for each in value]
