@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,12 +116,13 @@ def test_a_loop_goes_on_on_another_mesh(saved, loaded, tmp_path):
 
 def test_what_is_given_to_a_save_comes_back_and_the_options_of_the_optimizer_too(tmp_path):
     extra = {"note": "π", "pair": (1, [2.5]), "rate": math.inf, "counts": Counter({3: 1}), "nothing": None}
+    metrics = {"loss": np.float64(2.0), "accuracy": 0.5, "worst": math.inf, "best": -math.inf}
 
     def save(comm):
         loop = Loop(comm, tmp_path, Case())
         loop.run(1)
         loop.step.optimizer.param_groups[0].update(lr=0.125, initial_lr=0.5, weight_decay=math.inf)
-        path = loop.checkpoints.save(extra=extra, metrics={"loss": 2.0, "accuracy": 0.5})
+        path = loop.checkpoints.save(extra=extra | {"numpy": np.str_("a")}, metrics=metrics)
         return path, loop.step.optimizer.param_groups[0]["betas"]
 
     def load(comm):
@@ -130,7 +132,7 @@ def test_what_is_given_to_a_save_comes_back_and_the_options_of_the_optimizer_too
 
     (path, betas), _ = threads.run(2, save)
     for found, group, position in threads.run(1, load):
-        assert found == (1, extra, {"loss": 2.0, "accuracy": 0.5}, path)
+        assert found == (1, extra | {"numpy": "a"}, metrics, path)
         assert type(found.extra["counts"]) is Counter
         assert path == tmp_path / "checkpoints" / "step-00000001"
         assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.125, 0.5, math.inf)

@@ -405,6 +405,8 @@ def test_a_plan_with_two_roundings_is_refused():
     ],
 )
 def test_plans_that_change_the_training_are_refused_with_the_reason(plan):
+    with pytest.raises(PlanError, match="no plan"):
+        ff.verify(Net("plain"), unreduced, functools.partial(torch.optim.SGD, lr=0.1), global_batches(), None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="trains differently from one device"):
         check_verifiable(plan)
 

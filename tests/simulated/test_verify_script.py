@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.cli.verify import report
 from fourfold.comm.reduce.shared_memory import host_buffers
 from fourfold.comm.reduce.shared_memory.host_buffers import sum_in_order
 from fourfold.verification import script as verify_script
 from fourfold.verification.comparison import EXACT_BOUND, VerifyResult
 from fourfold.verification.script import ScriptVerifier
-from fourfold.words.errors import PlanError
+from fourfold.words.errors import PlanError, SettingError
 
 
 class Net(nn.Module):
@@ -143,11 +144,14 @@ def test_random_numbers_of_the_model_are_named_and_are_no_difference(script):
     assert problem.got == "random numbers drawn by noise (Noise): each mesh draws others"
 
 
-def test_a_script_without_a_step_is_not_shown_to_be_right():
+def test_a_script_without_a_step_is_not_shown_to_be_right(capsys):
     verifier = ScriptVerifier("script.py", steps=10)
     with verifier.watching():
         pass
     assert [each.got for each in verifier.result.problems] == ["no step"]
+    with pytest.raises(SettingError, match=r"no step +need .* of ff\.parallelize or ff\.DistributedOptimizer"):
+        report(verifier.result)
+    assert not capsys.readouterr().out
 
 
 def test_a_script_that_compresses_gradients_is_told_what_verifies_it():

@@ -151,8 +151,7 @@ class Checkpoints:
                 restore(self._state, reader, seed=self._step.seed, restores_options=True)
             except CheckpointError as error:
                 raise CheckpointError(error.problems, where=str(self._shown(folder))) from None
-        metrics = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
-        return LoadedCheckpoint(manifest.step, extra, metrics, self._shown(folder))
+        return LoadedCheckpoint(manifest.step, extra, manifest.measures, self._shown(folder))
 
     def _shown(self, folder: Path) -> Path:
         """A checkpoint's folder as the user named it."""
@@ -193,10 +192,11 @@ class Checkpoints:
         extra, metrics = {} if extra is None else extra, {} if metrics is None else metrics
         problems = [*_value_problems(extra, metrics), *self._folder_problems()]
         encoded = None if problems else encode_state(dict(extra))
-        self._raise_together(problems, [encoded, {} if problems else dict(metrics)])
+        measures = {} if problems else {name: float(value) for name, value in metrics.items()}
+        self._raise_together(problems, [encoded, encode_state(measures)])
         self._save_pretrained_files()
         number = self._step.num_steps
-        progress = TrainingProgress(number, valid={name: float(value) for name, value in metrics.items()})
+        progress = TrainingProgress(number, valid=measures)
         self._manager.save(progress, OwnState(group_options(self._state), encoded or None))
         if wait:
             self.wait()

@@ -29,7 +29,7 @@ from fourfold.checkpoint.write import Snapshot, estimated_bytes
 from fourfold.checkpoint.writer import CheckpointWriter, RankReport, SaveRequest, WrittenCheckpoint
 from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
-from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, TensorKind
+from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, TensorKind, written_measures
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.step.train_step import TrainStep
 from fourfold.words.errors import Problem, UnreadableCheckpointError
@@ -146,7 +146,7 @@ class CheckpointManager:
         self._log_ignored_arguments(manifest)
         self.saved_step = manifest.step
         losses = [float("nan") if loss is None else loss for loss in manifest.losses]
-        valid = {name: float("nan") if value is None else value for name, value in manifest.valid.items()}
+        valid = manifest.measures
         best, damaged = self._best(manifest), manifest.damaged
         return TrainingProgress(manifest.step, losses, valid, best, manifest.callbacks, damaged=damaged)
 
@@ -276,7 +276,7 @@ class CheckpointManager:
             random=(),
             metrics_bytes=self._log.log_bytes(),
             losses=tuple(progress.losses),
-            valid=dict(progress.valid),
+            valid=written_measures(progress.valid),
             best=progress.best,
             files={},
             mesh=step.plan.mesh,

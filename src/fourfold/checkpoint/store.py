@@ -8,6 +8,7 @@ Law: the newest good checkpoint is never removed, and neither is one that may be
 """
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -140,14 +141,14 @@ class CheckpointStore:
         """The best value of `retention.metric` among the checkpoints; None if none has it."""
         manifests = self._manifests()
         steps = _best_steps(manifests, retention._replace(num_best=1))
-        return manifests[steps[0]].valid[retention.metric] if steps else None
+        return manifests[steps[0]].measures[retention.metric] if steps else None
 
 
 def _best_steps(manifests: Mapping[int, Manifest], retention: Retention) -> list[int]:
     """The steps with the best values, best first; of equal ones the older is better."""
     sign = 1 if retention.mode == "min" else -1
-    values = {step: manifest.valid.get(retention.metric) for step, manifest in manifests.items()}
-    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
+    values = {step: manifest.measures.get(retention.metric, math.nan) for step, manifest in manifests.items()}
+    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
     return [step for _, step in ranked[: retention.num_best]]
 
 

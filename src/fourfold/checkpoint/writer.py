@@ -152,7 +152,7 @@ class WrittenCheckpoint(NamedTuple):
 
     step: int
     path: Path
-    valid: Mapping[str, float | None]
+    valid: Mapping[str, float]
 
 
 class CheckpointWriter:
@@ -258,7 +258,7 @@ class CheckpointWriter:
         write_file(folder / MANIFEST_FILE, [content], num_bytes=len(content))
         self._log.sync()
         self._store.commit(folder, manifest.step)
-        self.written.append(WrittenCheckpoint(manifest.step, self._store.step_dir(manifest.step), manifest.valid))
+        self.written.append(WrittenCheckpoint(manifest.step, self._store.step_dir(manifest.step), manifest.measures))
         with contextlib.suppress(OSError):  # the next save prunes again
             self._store.prune(self._retention)
 

@@ -45,7 +45,7 @@ def list_checkpoints(run: str) -> int:
             rows.append((str(step), "", "", "", "", f"{word}: {error.problems[0].got}"))
             continue
         size = format_bytes(sum(file.num_bytes for file in manifest.files.values()))
-        loss = manifest.valid.get("loss")
+        loss = manifest.measures.get("loss")
         word = "best" if step == best else ""
         age = _format_age(time.time() - path.stat().st_mtime)
         rows.append((str(step), size, age, str(len(manifest.files)), "" if loss is None else f"{loss:.4f}", word))

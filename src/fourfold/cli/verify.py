@@ -84,6 +84,8 @@ def report(result: "VerifyResult | None") -> None:
     """Print what rank 0 has found. Raises VerifyError where numbers deviate."""
     if result is None:
         return
+    if not result.num_steps:
+        raise SettingError(result.problems, where="fourfold verify")
     print_text(str(result))
     if not result.ok:
         raise VerifyError(result.problems, where="the comparison")

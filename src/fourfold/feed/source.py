@@ -270,7 +270,7 @@ class TokenSource:
     """
 
     def __init__(self, corpus: TokenRow, *, length: int, num_samples: int | None = None) -> None:
-        if problem := corpus_problem(corpus, length=length, name="corpus"):
+        if problem := corpus_problem(corpus, length=length, name=getattr(corpus, "name", "corpus"), unit="tokens"):
             raise DataError(problem)
         self.corpus, self.length = corpus, length
         self.num_full_samples = (len(corpus) - 1) // length

@@ -18,7 +18,7 @@ from fourfold.step.argument_checks import check_arguments
 from fourfold.verification.command import check_verifiable, verify_batches
 from fourfold.verification.comparison import VerifyResult
 from fourfold.verification.trial import Training
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import PlanError, Problem, SettingError
 
 STEPS, SEED = 10, 0
 
@@ -48,6 +48,8 @@ def verify(
     check_arguments(
         model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor or {}, clip=clip, seed=SEED, skip_nan=0
     )
+    if plan is None:
+        raise PlanError(Problem("no plan", "the plan to compare with one device", "ff.Plan(dp=2)"), where="ff.verify")
     check_verifiable(plan)
     used = list(itertools.islice(batches, steps))
     if not used:

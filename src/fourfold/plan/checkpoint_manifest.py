@@ -207,7 +207,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     random: tuple[RngState, ...]
     metrics_bytes: int
     losses: tuple[float | None, ...]
-    valid: dict[str, float | None]
+    valid: dict[str, float | str]
     best: float | None
     files: dict[str, FileEntry]
     mesh: Mesh
@@ -218,6 +218,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     best_mode: str = "min"
     callbacks: dict[str, dict[str, Any]] = {}
     damaged: tuple[DamagedRecord, ...] = ()
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """The results in `valid` as numbers."""
+        return {name: float(value) for name, value in self.valid.items()}
 
 
 class StoredTensor(NamedTuple):
@@ -258,6 +263,11 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     yield from _tensor_problems(manifest)
 
 
+def written_measures(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Measures as a manifest has them: those that JSON has no number for, infinities and NaN, as texts."""
+    return {name: value if math.isfinite(value) else str(float(value)) for name, value in values.items()}
+
+
 def _value_problems(manifest: Manifest) -> Iterator[str]:
     """Numbers that a step divides by or counts with, if no step of a training can have produced them."""
     count, scale = manifest.record.nominal_count, manifest.record.scale
@@ -265,6 +275,11 @@ def _value_problems(manifest: Manifest) -> Iterator[str]:
         yield f"a nominal count of {count}"
     if scale is not None and not (scale.keys() >= SCALER_KEYS and 0 < scale["value"] < math.inf):
         yield f"a scale of the loss of {scale}"
+    yield from (
+        f"{name} of an evaluation is {value!r}"
+        for name, value in manifest.valid.items()
+        if isinstance(value, str) and value not in ("inf", "-inf", "nan")
+    )
     for name, values in manifest.scalars.items():
         for key, value in values.items():
             if isinstance(value, bool | str) or (value is not None and value < 0):

@@ -12,6 +12,7 @@ from typing import Any
 
 from fourfold.plan.decode import MAX_DEPTH, DecodeError
 from fourfold.words.errors import Problem
+from fourfold.words.field import to_builtin
 
 MIN_INT, MAX_INT = -(2**63), 2**64 - 1  # what the JSON encoder writes
 NEED = "numbers, strings, True, False, None, and lists, tuples and dicts of these"
@@ -48,7 +49,7 @@ def encode_state(value: Any) -> Any:
     if isinstance(value, list):
         return [encode_state(each) for each in value]
     if not isinstance(value, dict):
-        return value
+        return to_builtin(value)
     is_counter = isinstance(value, Counter)
     if is_counter or any(not isinstance(key, str) or key.startswith(MARK) for key in value):
         pairs = [[encode_state(key), encode_state(each)] for key, each in value.items()]

@@ -90,7 +90,7 @@ class VerifyResult:
     def problems(self) -> list[Problem]:
         """Why the plan is not shown to train as one device does; none if it is."""
         if not self.num_steps:
-            return [Problem("no step", "at least one step to compare")]
+            return [Problem("no step", "at least one step to compare, of ff.parallelize or ff.DistributedOptimizer")]
         over = [kind for kind in KINDS if kind in self.first]
         if over == [UNSAVED]:
             return []  # losses and weights are one device's: training does not depend on it

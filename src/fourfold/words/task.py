@@ -87,7 +87,8 @@ class Task:
 def check_task(task: Any) -> None:
     """Raise TaskError unless `task` is a Task."""
     if not isinstance(task, Task):
-        attempt = "its result" if callable(task) else "ff.Task(model=…, loss=…, data=…, optimizer=…)"
+        is_function = callable(task) and not hasattr(task, "state_dict")
+        attempt = "its result" if is_function else "ff.Task(model=…, loss=…, data=…, optimizer=…)"
         raise TaskError(Problem(argument_checks.format_argument("task", task), "a Task", attempt))
 
 

@@ -40,7 +40,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def stackable(value: Any) -> Any:
-    """A value of JSON with its lists of numbers as tensors of int64 or, as JSON's numbers are, float64; a null stays None.
+    """A value of JSON with its lists of numbers as tensors of int64 or float64, as JSON's numbers are. Nulls stay None.
 
     Raises ValueError for what is no int64.
     """
