@@ -86,7 +86,7 @@ def test_the_plan_fields_of_a_codec_apply_only_with_it():
     for kind, row in CODECS.items():
         for name in fields:
             need, applies = APPLIES_WHEN[name]
-            assert applies(Plan(dp=2, codec=kind)) == (name in row.fields) == (kind in need.split())
+            assert applies(Plan(dp=2, codec=kind)) == (name in row.fields) == (f'"{kind}"' in need.split())
 
 
 def test_message_bytes_of_each_codec():

@@ -1,7 +1,6 @@
 """Laws of the settings file: one TOML reproduces a run, and all that is wrong in it is refused at once."""
 
 import dataclasses
-import json
 import os
 import re
 import tomllib
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 from fourfold.cli.job import Job, parse_job
 from fourfold.plan.decode import format_pair, format_table, format_value, from_toml
 from fourfold.tasks import lm
-from fourfold.trainer.run_identity import check_run_name
 from fourfold.trainer.settings import Settings
-from fourfold.words.errors import FourfoldError, SettingError
+from fourfold.words.errors import FourfoldError
 from fourfold.words.field import Field
 
 TASK = """
@@ -315,16 +313,6 @@ def test_all_problems_of_a_file_are_reported_at_once() -> None:
     for part in ("[runs]", "zero = 7", "step = 1", "skip_nan = -1", 'lr = "x"', "dp = 'x'"):
         assert part in text
     assert "5 problems in config.toml" in text
-
-
-def test_an_earlier_run_of_a_task_that_was_named_with_a_longer_path_is_resumed_by_its_name() -> None:
-    Path("runs/old").mkdir(parents=True)
-    identity = {**parse_job(["tasks/mine.py:plain"]).identity, "task": "./tasks/mine.py:plain"}
-    Path("runs/old/settings.json").write_text(json.dumps({"identity": identity}))
-    job = parse_job(["./tasks/mine.py:plain", "name=old"])
-    check_run_name(Path("runs"), "old", job.identity)
-    with pytest.raises(SettingError, match="another"):
-        check_run_name(Path("runs"), "old", parse_job(["tasks/mine.py:task"]).identity)
 
 
 def test_two_tasks_are_refused_and_one_named_twice_is_not() -> None:

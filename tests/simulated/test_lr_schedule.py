@@ -127,4 +127,4 @@ def test_at_eight_times_the_batch_the_scaled_rate_learns_with_warm_up_and_not_wi
 
 def test_a_run_reports_fields_without_effect(tmp_path: Path) -> None:
     _, reported = run(tmp_path, plan=ff.Plan(local_steps=4))
-    assert reported[1] == "local_steps = 4 has no effect without sync = local"
+    assert reported[1] == 'local_steps = 4 has no effect without sync = "local"'
