@@ -87,6 +87,7 @@ def test_a_rate_of_zero_is_refused(text):
     ("text", "dimension", "meant"),
     [
         ("200 Gb/s", Dimension.BYTES_PER_SECOND, "200 Gbit/s"),
+        ("200MB", Dimension.BYTES_PER_SECOND, "200 MB/s"),
         ("200 Gbps", Dimension.BYTES_PER_SECOND, "200 Gbit/s"),
         ("312 TFLOPS", Dimension.OPERATIONS_PER_SECOND, "312 TFLOP/s"),
         ("80 gib", Dimension.BYTES, "80 GiB"),

@@ -85,9 +85,10 @@ def _examples(dimension: Dimension) -> str:
 
 
 def _similar(name: str, number: str, unit: str, units: dict[str, float]) -> str:
-    """The line with the unit that was meant: "Gb/s" of networks is bits; FLOPS are operations per second."""
-    plain = unit.replace("bps", "bit/s").replace("b/s", "bit/s").replace("FLOPS", "FLOP/s")
-    meant = {each.lower(): each for each in units}.get(plain.lower())
+    """The line with the unit that was meant: "Gb/s" of networks is bits, FLOPS are FLOP/s, "GB" is GB/s."""
+    plain = unit.replace("bps", "bit/s").replace("b/s", "bit/s").replace("FLOPS", "FLOP/s").lower()
+    by_lower = {each.lower(): each for each in units}
+    meant = by_lower.get(plain) or by_lower.get(f"{plain}/s")
     return f'{name} = "{number} {meant}"' if meant else ""
 
 
