@@ -87,10 +87,10 @@ def _option_problem(name: str, known: list[str] | None, command: str) -> Problem
         return Problem(f"the option {name} without a value", "a value after it", f"{command} --help")
     if command in WITH_SETTINGS and set(known) <= {"--help"}:
         setting = name.lstrip("-").replace("-", "_")
-        place = place_of_setting(setting, ())
-        if place is None or place.startswith("the "):  # the task may have it as an argument
-            place = f"{setting}=…, or {command} --help"
-        return Problem(f"the option {name}", "settings as KEY=VALUE", place)
+        attempt = place_of_setting(setting, ())
+        if attempt is None or attempt.startswith("the "):  # the task may have it as an argument
+            attempt = f"{setting}=…, or {command} --help"
+        return Problem(f"the option {name}", "settings as KEY=VALUE", attempt)
     return Problem(f"the option {name}", "an option of this command", " or ".join(known) or f"{command} --help")
 
 

@@ -3,6 +3,7 @@
 Law: an unknown word or value is an error that names the closest one, before anything is written.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -40,7 +41,7 @@ WORDS = {
     "direct": Field(type=bool),
     "origin": Field(dimension=Dimension.BYTES_PER_SECOND),
     "staged": Field(type=bool),
-    "scale": Field(type=float, above=0, below=math.inf),
+    "scale": Field(type=float, above=0, maximum=1e6),
     "checkpoint": Field(dimension=Dimension.BYTES, minimum=0),
     "seed": Field(type=int, minimum=0, maximum=2**63 - 1),
     **dict.fromkeys(("folder", "json", "page"), Field(type=os.PathLike)),
@@ -129,10 +130,8 @@ def _compute_seconds(text: str) -> tuple[Any, str]:
     """A time in seconds, or the median step of a run; and what to call the accelerator."""
     from fourfold_bench.workload import Seconds
 
-    try:
+    with contextlib.suppress(ValueError):  # then it is a run
         return Seconds((SECONDS.parse(text),)), "own"
-    except ValueError:
-        pass
     log = next((path for path in (Path(text, LOG_FILE), Path(RUNS_DIR, text, LOG_FILE)) if path.is_file()), None)
     if log is None:
         problem = Problem(f"compute = {text}", "seconds above 0, or the folder of a run", "compute=0.2")

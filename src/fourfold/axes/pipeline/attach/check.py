@@ -268,8 +268,8 @@ class PipelineCheck:
         return found | self._buffers_in_front(stage)
 
     def _buffers_in_front(self, stage: int) -> dict[Source, Tensor]:
-        """The buffers of earlier stages. Those of this rank are among them, until this stage
-        reads them: each is written once in one forward."""
+        """The buffers of earlier stages. Those of this rank are among them until this stage reads them: each is
+        written once in one forward."""
         skeleton, in_front = self._divided.skeleton, self._divided.stages.modules_in_front(stage)
         found, shared = dict[Source, Tensor](), set[nn.Module]()
         for name, like in skeleton.named_buffers(remove_duplicate=False):
