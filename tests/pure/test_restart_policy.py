@@ -1,6 +1,8 @@
 """Laws of restarts: whether a job restarts, and which ranks count as hanging."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,19 +155,52 @@ def test_only_ranks_beyond_their_limit_are_overdue() -> None:
         HeartbeatRecord(9, 0, PAUSED, 50.0, 20.0),
         HeartbeatRecord(9, 0, STEPPING, 89.0, 0.1),
     ]
-    assert hang_detector.overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
+    assert hang_detector.Watch().overdue_ranks(beats, min_seconds=10.0, now=100.0) == [2]
 
 
 def test_the_clock_stands_still_while_a_rank_waits_for_what_it_knows() -> None:
     def overdue(wait: KnownWait, now: float) -> list[int]:
         beats = [HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1), HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1, wait)]
-        return hang_detector.overdue_ranks(beats, min_seconds=10.0, now=now)
+        return hang_detector.Watch().overdue_ranks(beats, min_seconds=10.0, now=now)
 
     assert overdue(KnownWait(), 61.0) == [0, 1]
     assert overdue(KnownWait("http://host/x", 55.0), 900.0) == []
     assert overdue(KnownWait("", 0.0, 100.0), 109.0) == []  # it has ended
     assert overdue(KnownWait("", 0.0, 100.0), 111.0) == [0, 1]
     assert overdue(KnownWait("http://host/x", 55.0), 56.0 + hang_detector.MAX_WAIT_SECONDS + 10.0) == [0, 1]
+
+
+def test_the_clock_begins_anew_when_the_launcher_was_stopped() -> None:
+    watch, beats = hang_detector.Watch(), [HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1)]
+    times = (50.5, 51.0, 99.0, *(99.0 + seconds for seconds in range(1, 12)))
+    overdue = [bool(watch.overdue_ranks(beats, min_seconds=10.0, now=now)) for now in times]
+    assert overdue == [False] * 13 + [True]
+
+
+def test_of_a_rank_that_waits_for_its_batches_the_thread_that_reads_them_is_shown(tmp_path: Path) -> None:
+    def read(names: str) -> str:
+        return subprocess.run([sys.executable, "-c", STUCK, names], capture_output=True, text=True, check=True).stdout
+
+    assert " in stuck" in hang_detector.stack_of(read("fourfold/feed/reading.py"))
+    assert " in stuck" not in hang_detector.stack_of(read("fourfold/comm/ring.py"))
+
+
+STUCK = """
+import faulthandler, sys, threading
+source = "import threading\\ndef call(function): function()"
+namespace = {}
+exec(compile(source, sys.argv[1], "exec"), namespace)
+begun, end = threading.Event(), threading.Event()
+def stuck():
+    begun.set()
+    end.wait()
+thread = threading.Thread(target=namespace["call"], args=[stuck])
+thread.start()
+begun.wait()
+def dump(): faulthandler.dump_traceback(sys.stdout)
+namespace["call"](dump)
+end.set()
+"""
 
 
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     assert read_finished_record(tmp_path) is None
     (tmp_path / "empty").mkdir()
     check_run_name(tmp_path, "empty")  # a new run takes it
-    with pytest.raises(SettingError, match="exists already"):
+    with pytest.raises(SettingError, match=r"settings\.json is not there, or not one of a run"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
 

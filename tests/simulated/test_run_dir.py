@@ -5,6 +5,9 @@ import threading
 
 import pytest
 
+from fourfold.environment import known_waits
+from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.known_waits import SLOT_WORDS
 from fourfold.report import cards as reported
 from fourfold.trainer import fault_log
 from fourfold.trainer.run_dir import RunDir, archive_run
@@ -73,3 +76,27 @@ def test_the_checkpoint_folder_may_be_a_link(tmp_path):
     link.symlink_to(tmp_path / "large")
     opened(tmp_path).close()
     assert link.is_symlink()
+
+
+def test_a_disk_that_does_not_answer_is_a_known_wait(tmp_path, monkeypatch):
+    slot = memoryview(bytearray(8 * SLOT_WORDS)).cast("q")
+    monkeypatch.setattr(known_waits._waits, "slot", slot)
+    seen = []
+
+    class Log:
+        def __getattr__(self, name):
+            return getattr(log, name)
+
+        def write(self, text):
+            seen.append(known_waits.read(slot).what)
+            return log.write(text)
+
+    run = opened(tmp_path)
+    log = run._log
+    monkeypatch.setattr(run, "_log", Log())
+    run.append_record({"step": 1})
+    monkeypatch.setattr(os, "fsync", lambda _: seen.append(known_waits.read(slot).what))
+    run.sync()
+    write_atomically(tmp_path / "file", b"", durable=True)
+    run.close()
+    assert seen == [f"the disk of {run.path}"] * 2 + [f"the disk of {tmp_path}"]

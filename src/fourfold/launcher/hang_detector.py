@@ -2,7 +2,8 @@
 
 overdue  a rank that has been in one phase longer than its limit, not counting the time of known waits of any rank
 culprit  a rank that was stopped (SIGSTOP); if none was, one that does not wait for others; if all wait, the overdue
-stack    where a culprit was, as Python's faulthandler writes it on SIGUSR2
+stack    where a culprit was, as Python's faulthandler writes it on SIGUSR2: its main thread, or the thread that reads
+         its batches where the main thread waits for that
 Law: a culprit is killed with SIGKILL, because a stopped process does not react to SIGTERM.
 
 `trainer.heartbeat` has the ranks' side of the file of heartbeats, and the layout of its records.
@@ -10,8 +11,10 @@ Law: a culprit is killed with SIGKILL, because a stopped process does not react 
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -74,9 +77,13 @@ STACKS_VARIABLE = "FOURFOLD_STACKS"
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS, RESEND_SECONDS = 3.0, 0.1
 POLL_SECONDS = 0.002
+STOPPED_SECONDS = 2.0  # without a question, in which a launcher that runs asks many times
 MAX_WAIT_SECONDS = 1200.0  # an origin gives up after 900 (`feed/staging/origin.py`)
 # The outermost frame, of `python -m`, of a script or the command `fourfold`; or very many frames.
 STACK_ENDS = (" in _run_module_as_main\n", " in <module>\n", "  ...\n")
+THREAD_TITLE = re.compile(r"^(?:Current thread|Thread) .*\n", re.MULTILINE)  # the main thread comes last
+STARTS_PYTHON = re.compile(r"<frozen runpy>| in _bootstrap(?:_inner)?$")
+FEED_PATH = os.path.join("fourfold", "feed", "reading.py")
 
 
 @dataclass(frozen=True)
@@ -89,15 +96,29 @@ class Hang:
     stack: str
 
 
-def overdue_ranks(heartbeats: Sequence[HeartbeatRecord], *, min_seconds: float, now: float) -> list[int]:
-    """The ranks that have been in the same phase for longer than their limit.
+class Watch:
+    """Which ranks hang. It is asked often: a long time without a question is one in which this launcher was stopped.
 
-    Ranks wait for each other, so the clock of all stands still while one of them waits for what it knows.
+    hang  the ranks that were killed; None: none was
     """
-    waited_until = max((_waited_until(beat.wait, now) for beat in heartbeats), default=0.0)
-    starts = [max(beat.phase_start, waited_until) for beat in heartbeats]
-    limits = [beat.limit_seconds(min_seconds) for beat in heartbeats]
-    return [rank for rank, limit in enumerate(limits) if now - starts[rank] > limit]
+
+    def __init__(self) -> None:
+        self.hang: Hang | None = None
+        self._asked_at, self._awake_since = math.inf, 0.0
+
+    def overdue_ranks(self, heartbeats: Sequence[HeartbeatRecord], *, min_seconds: float, now: float) -> list[int]:
+        """The ranks that have been in the same phase for longer than their limit.
+
+        Ranks wait for each other, so the clock of all stands still while one of them waits for what it knows. It begins
+        anew when this launcher was stopped (`docker pause`, `scontrol suspend`): its ranks were then, too.
+        """
+        if now - self._asked_at > STOPPED_SECONDS:
+            self._awake_since = now
+        self._asked_at = now
+        waited_until = max((_waited_until(beat.wait, now) for beat in heartbeats), default=0.0)
+        starts = [max(beat.phase_start, waited_until, self._awake_since) for beat in heartbeats]
+        limits = [beat.limit_seconds(min_seconds) for beat in heartbeats]
+        return [rank for rank, limit in enumerate(limits) if now - starts[rank] > limit]
 
 
 def _waited_until(wait: KnownWait, now: float) -> float:
@@ -137,7 +158,7 @@ def _dump_stacks(ranks: Sequence[int], pids: Mapping[int, int], folder: Path) ->
             time.sleep(POLL_SECONDS)
             texts = {rank: _read_text(stack_file(folder, rank)) for rank in ranks}
             complete = {rank: text for rank, text in texts.items() if text.endswith(STACK_ENDS)}
-    return {rank: _program_frames(text) for rank, text in complete.items()}
+    return {rank: stack_of(text) for rank, text in complete.items()}
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -152,10 +173,17 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _program_frames(text: str) -> str:
-    """The frames of the program: without the line of the thread, and without Python's start-up frames."""
-    frames = itertools.takewhile(lambda line: "<frozen runpy>" not in line, text.splitlines()[1:])
-    return "\n".join(frames)
+def stack_of(text: str) -> str:
+    """The frames of the program, without Python's start-up frames: what the stack of a rank is, see above."""
+    threads = [frames.splitlines() for frames in THREAD_TITLE.split(text)[1:]]
+    main = next(index for index, frames in enumerate(threads) if f"{frames[-1]}\n".endswith(STACK_ENDS))
+    reads = [frames for frames in threads[:main] if _is_in_feed(frames)] if _is_in_feed(threads[main]) else []
+    shown = [*reads, threads[main]][0]
+    return "\n".join(itertools.takewhile(lambda line: line.strip() and not STARTS_PYTHON.search(line), shown))
+
+
+def _is_in_feed(frames: Sequence[str]) -> bool:
+    return any(FEED_PATH in frame for frame in frames)
 
 
 def _send_signal(pid: int, number: signal.Signals) -> None:

@@ -93,7 +93,7 @@ class Agent(LocalElasticAgent):
         self._early_exit_codes: dict[int, int] = {}
         """Exit codes of the ranks that ended before this launcher signalled the others to end."""
         self._handled_signals = handled_signals()
-        self._hang: hang_detector.Hang | None = None
+        self._watch = hang_detector.Watch()
         self._first_exit_at: float | None = None
         """When a rank was first seen to have ended early (`_early_exits`), on the monotonic clock."""
         self._late_signal: signal.Signals | None = None
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._raise_late_signal()
         self._kill_orphans()
-        self._early_exit_codes, self._hang, self._first_exit_at = {}, None, None
+        self._early_exit_codes, self._watch.hang, self._first_exit_at = {}, None, None
         self._heartbeats.reset()
         started: Any = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context: Any = self._pcontext
@@ -187,12 +187,12 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"{self._late_signal.name} came while ranks were ended", self._late_signal)
 
     def _check_hang(self) -> None:
-        if self.policy.hang_seconds is None or self._hang is not None or self._first_exit_at is not None:
+        if self.policy.hang_seconds is None or self._watch.hang is not None or self._first_exit_at is not None:
             return
         beats, pids = self._heartbeats.read(), self._live_pids()
-        overdue = hang_detector.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
+        overdue = self._watch.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
         if alive := [rank for rank in overdue if rank in pids]:
-            self._hang = hang_detector.kill_culprits(alive, beats, pids, self._folder)
+            self._watch.hang = hang_detector.kill_culprits(alive, beats, pids, self._folder)
 
     def _early_exits(self) -> list[int]:
         """Ranks that ended with exit code 0 before their run was done."""
@@ -256,8 +256,8 @@ class Agent(LocalElasticAgent):
             return
         step = max(beat.step for beat in beats)
         kind = "restart" if restarts else "gave up"
-        if self._hang is not None and restarts:
-            kind = "stopped" if self._hang.is_stopped else "hung"
+        if self._watch.hang is not None and restarts:
+            kind = "stopped" if self._watch.hang.is_stopped else "hung"
         fault = Fault(time=time.time(), kind=kind, step=step, rank=cause.rank, host=self._host, text=cause.summary)
         self._pending_faults.append((fault, time.monotonic()))
         if restarts:
@@ -282,8 +282,8 @@ class Agent(LocalElasticAgent):
 
     def find_cause(self) -> failure_report.Cause | None:
         """Why the current attempt ended, as far as its ranks have recorded it; None if no rank has failed."""
-        if self._hang is not None:
-            return self._hang_cause(self._hang)
+        if self._watch.hang is not None:
+            return self._hang_cause(self._watch.hang)
         records = self._records()
         early_exits = self._early_exits()
         has_failed = any(entry.kind != failure_report.ENDED for entry in records.values())

@@ -126,11 +126,11 @@ def _exit_after(seconds: float, exit_code: int) -> None:
 
 
 def _dump_stack_on_signal() -> None:
-    """If the launcher watches for hangs: on its signal, write the stack of the main thread to a file."""
+    """If the launcher watches for hangs: on its signal, write the stacks of all threads to a file."""
     folder = os.environ.get(hang_detector.STACKS_VARIABLE)
     if folder is not None:
         path = hang_detector.stack_file(Path(folder), int(os.environ["LOCAL_RANK"]))
-        faulthandler.register(hang_detector.DUMP_SIGNAL, file=path.open("w"), all_threads=False)
+        faulthandler.register(hang_detector.DUMP_SIGNAL, file=path.open("w"))
 
 
 if __name__ == "__main__":

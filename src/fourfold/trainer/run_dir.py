@@ -24,6 +24,7 @@ import torch
 
 from fourfold.checkpoint.store import CHECKPOINTS_DIR
 from fourfold.environment.atomic_file import write_atomically
+from fourfold.environment.known_waits import waiting_for
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
@@ -113,8 +114,9 @@ class RunDir:
 
     def _flush(self) -> None:
         """Write the lines that are kept, in order. Raises OSError; bytes written before it are not written again."""
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._log.write(self._unwritten) :]
+        with waiting_for(f"the disk of {self.path}"):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._log.write(self._unwritten) :]
 
     def log_bytes(self) -> int:
         """The log's size in bytes, with the lines that are not written yet."""
@@ -138,7 +140,8 @@ class RunDir:
         with self._log_lock:
             self._check_owned()
             self._flush()
-        os.fsync(self._log.fileno())
+        with waiting_for(f"the disk of {self.path}"):
+            os.fsync(self._log.fileno())
 
     def _check_owned(self) -> None:
         try:

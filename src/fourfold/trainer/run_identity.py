@@ -70,8 +70,13 @@ def check_run_name(parent: Path, name: str | None, identity: Identity | None = N
         return
     saved = read_identity(path)
     if identity is None or saved is None or canonical_json(saved) != canonical_json(identity):
-        got = f"{path} exists already{_format_identity_difference(saved, identity)}"
-        raise SettingError(Problem(got, "a different name for each run", f"name={name}-2"))
+        got, need = f"{path} exists already", "a different name for each run"
+        if saved is not None and identity is not None:
+            got = f"{got}, with another {', '.join(_differing_fields(saved, _as_stored(identity)))}"
+        elif saved is None and (path / LOG_FILE).exists():
+            got = f"{got}, and its {SETTINGS_FILE} is not there, or not one of a run"
+            need = f"the {SETTINGS_FILE} that the run had, so that it goes on, or a different name"
+        raise SettingError(Problem(got, need, f"name={name}-2"))
 
 
 def _is_empty(path: Path) -> bool:
@@ -104,11 +109,8 @@ def task_file(spec: str) -> tuple[str, str, str]:
     return ("", file, colon + name) if file.endswith(".py") else (spec, "", "")
 
 
-def _format_identity_difference(saved: Identity | None, asked: Identity | None) -> str:
-    if saved is None or asked is None:
-        return ""
-    decoded = msgspec.json.decode(canonical_json(asked), type=dict[str, Any])
-    return f", with another {', '.join(_differing_fields(saved, decoded))}"
+def _as_stored(identity: Identity) -> dict[str, Any]:
+    return msgspec.json.decode(canonical_json(identity), type=dict[str, Any])
 
 
 def _differing_fields(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[str]:
