@@ -196,7 +196,8 @@ def _make_parts(
         scalars=scalars,
         meter=meter,
         objective=objective,
-        sync=stage.sync,
+        scope=stage.local.scope,
+        local_sgd=stage.local.local_sgd,
         division=_division(plan),
         scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
@@ -299,7 +300,7 @@ def _make_checks(
     return StepChecks(
         calls,
         stage.parts.weights,
-        stage.sync,
+        stage.local,
         optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
         norms=watch_norms(model, plan, elsewhere),
         duplicate_batches=DuplicateBatches(

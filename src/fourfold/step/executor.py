@@ -59,7 +59,7 @@ class Executor:
             raise TrainingError(Problem(got, "a new TrainStep")) from self._error
 
     def _begin(self, step: StepState) -> None:
-        step.parts.sync.begin_step()
+        step.parts.local_sgd.begin_step()
         self._timing.begin_step(step)
 
     def _end(self, step: StepState) -> None:
@@ -69,7 +69,8 @@ class Executor:
         self._timing.end_step(step)
         if step.bad_reason is None:
             step.parts.loss_scale.update(overflowed=step.overflowed)
-        step.parts.sync.end_step()
+        if step.has_pulled:
+            step.parts.local_sgd.finish_sync()
         for stage in step.parts.stages.values():
             stage.weights.edits.refresh_samples()
 

@@ -1,7 +1,8 @@
-"""Gradient strategies: after which backwards buckets are reduced, where sums are scaled, and how norms are summed.
+"""Gradient strategies: of whose samples gradients are, when they are reduced, where sums are scaled.
 
 grad scale  the factor that turns reduced sums into the gradient of the mean; None while the totals are not known
 round       the reductions after one backward, or after the last one of a step
+worker      ranks that train one copy of the weights together: all of them; with local steps, those of one data index
 Law: a sum is multiplied once, in one pass over it that is made anyway.
 Law: all ranks that hold a weight get the same bits.
 Law: every microbatch's gradient is in exactly one round, and every rank has the same rounds.
@@ -9,16 +10,19 @@ Law: where a batch is one part on one rank, gradients have in backward the size 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fourfold.axes.data.work.gradients import Gradients
+from fourfold.axes.data.work.local_sgd import LocalSGD
+from fourfold.axes.data.work.weight_edits import WeightEdits
+from fourfold.comm.communicator import Communicator
 from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
 from fourfold.comm.tensor.protocol import TensorGroup
 from fourfold.model.loss_sum import Loss
-from fourfold.words.program import TRUST_NORMS
+from fourfold.words.program import LOSS, TRUST_NORMS
 
 # ---- rounds --------------------------------------------------------------------------------------------------------
 
@@ -106,6 +110,102 @@ class DividedByOwnCount:
 
     def divisor(self, nominal: float | None, count: float) -> float:
         return count or 1.0
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------
+
+
+class GradScope(Protocol):
+    """Of whose samples a rank's gradient is."""
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        """The loss elements of this rank's worker; `total`: of all ranks, `local`: of this one."""
+        ...
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        """Whether the totals, which `scalars` sum, and `loss_count` are known without waiting for another rank."""
+        ...
+
+    def nominal_count(self, total: float) -> float:
+        """The nominal count, of the loss elements of all ranks."""
+        ...
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        """This rank's addend of the squared norm; `factor`: what the sums must still be multiplied by."""
+        ...
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        """The norm of the gradient that this rank updates with, and the global norm, the same on all ranks. Collective
+        with local steps.
+        """
+        ...
+
+
+class OfAllRanks:
+    """All ranks are one worker: they sum their gradients in every step."""
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        return total
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return scalars.is_ready(LOSS)
+
+    def nominal_count(self, total: float) -> float:
+        return total
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        return own_squares
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        norm = total_squares**0.5 * factor
+        return norm, norm
+
+
+class OfWorker:
+    """Each data index is a worker: the tensor ranks and the stages that hold its model together.
+
+    Only the last stage counts loss elements. `stages`: the ranks that differ from this one on the pipeline axis only.
+    """
+
+    def __init__(self, num_workers: int, tensor_group: TensorGroup, stages: Communicator) -> None:
+        self._num_workers, self._tensor_group, self._stages = num_workers, tensor_group, stages
+
+    def loss_count(self, total: float, local: float | Tensor) -> float:
+        return self._over_stages(torch.tensor(float(local), dtype=torch.float64))
+
+    def is_count_ready(self, scalars: ScalarReducer) -> bool:
+        return self._stages.size == 1 and scalars.is_ready(LOSS)
+
+    def _over_stages(self, addend: Tensor) -> float:
+        """The sum over the stages of this worker. Collective among them."""
+        on_device = addend.to(self._stages.device)
+        self._stages.all_reduce(on_device)
+        return on_device.item()
+
+    def nominal_count(self, total: float) -> float:
+        return total / self._num_workers
+
+    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
+        return own_squares * factor**2  # workers have different factors
+
+    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
+        of_worker = self._tensor_group.all_gather(own_squares.reshape(1), 0).sum()
+        return self._over_stages(of_worker) ** 0.5, (total_squares / self._num_workers) ** 0.5
+
+
+class LocalSteps(NamedTuple):
+    """Whether ranks train alone and average their weights every `interval` steps. Else they sum gradients in each.
+
+    local_sgd       of no buckets, unless they do
+    edits_at_sync   where what is written after a sync becomes part of its weights; only if they do
+    averaged_ranks  whose optimizer states differ, and are averaged when they are saved
+    """
+
+    interval: int
+    scope: GradScope
+    local_sgd: LocalSGD
+    edits_at_sync: Sequence[WeightEdits]
+    averaged_ranks: Communicator
 
 
 # ---- norms ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fourfold.comm.rank_layout import RankLayout
 from fourfold.model.weights import Weights
 from fourfold.optim import flat_optimizer
 from fourfold.step.codec_state import CodecState
-from fourfold.step.grad_sync import GradSync
+from fourfold.step.grad_strategies import LocalSteps
 from fourfold.torch_kit.tensor_reader import MemoryReader, ParameterState, TensorReader
 from fourfold.words.errors import OptimizerError, Problem
 
@@ -100,7 +100,7 @@ class PersistentState:
     layout: RankLayout
     communicator: Communicator
     codec_state: CodecState
-    sync: GradSync
+    local: LocalSteps
 
     def state_refs(self) -> dict[str, Any]:
         """Model, optimizer and outer momenta, without copies."""
@@ -109,7 +109,7 @@ class PersistentState:
             for bucket in self.buckets
             for slot in bucket.slots
         }
-        return {"model": self.weights.model_state_dict(), "optimizer": states, "outer": self.sync.momenta}
+        return {"model": self.weights.model_state_dict(), "optimizer": states, "outer": self.local.local_sgd.momenta}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all of it, and of the codecs' state. Collective."""
@@ -155,7 +155,9 @@ class PersistentState:
         """An optimizer tensor in its parameter's shape, from the slices of all ranks. Collective if these differ."""
         part = torch.cat(list(slices)) if slices else torch.empty(0, dtype=getattr(torch, dtype))
         gathered = self.layout.gather(name, part)
-        self.sync.merge_state(gathered, self.communicator)
+        if self.local.averaged_ranks.size > 1:
+            self.local.averaged_ranks.all_reduce(gathered)
+            gathered.div_(self.local.averaged_ranks.size)
         return self.weights.whole_tensors.whole(name, gathered)
 
     def load(self, saved: SavedState) -> None:
@@ -181,7 +183,7 @@ class PersistentState:
         self._load_model(saved.model)
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
-        self.sync.load_momenta(saved.outer)
+        self.local.local_sgd.load_state(saved.outer)
 
     @torch.no_grad()
     def _load_model(self, values: Mapping[str, TensorReader]) -> None:

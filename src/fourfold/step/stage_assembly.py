@@ -42,14 +42,16 @@ from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.codec_state import CodecState, make_codecs
 from fourfold.step.grad_strategies import (
     GradScaling,
+    LocalSteps,
     NormSum,
+    OfAllRanks,
+    OfWorker,
     OneRound,
     RoundEveryBackward,
     SumOverShards,
     SumOverTensorRanks,
     make_scaling,
 )
-from fourfold.step.grad_sync import GradSync, LocalSteps, SumEveryStep
 from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.stage import Stage
@@ -109,7 +111,7 @@ class StageAssembly(NamedTuple):
     parts: StageParts
     trained: Trained
     """As the transport lets tensors rest."""
-    sync: GradSync
+    local: LocalSteps
     scaling: GradScaling
     codecs: Sequence[Codec]
     state: PersistentState
@@ -135,7 +137,7 @@ def make_stage(
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    sync = _make_sync(trained, weights, averager, tensor, world.along("pp"))
+    local = _make_local_steps(trained, weights, averager, tensor, world)
     parts = StageParts(
         chunks=chunks,
         parameters=trained.by_bucket,
@@ -155,9 +157,9 @@ def make_stage(
         norm_sum=_make_norm_sum(trained, transport, tensor),
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
-    state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, sync)
+    state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, local)
     scaling = make_scaling(is_whole=trained.layouts.state == WHOLE, converts_grads=optimizer.converts_grads)
-    return StageAssembly(parts, trained, sync, scaling, codecs, state, transport.description)
+    return StageAssembly(parts, trained, local, scaling, codecs, state, transport.description)
 
 
 def lay_out(
@@ -187,11 +189,11 @@ def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
 
 
 class _GradientParts(NamedTuple):
-    """The gradients, what reduces them, and with local SGD what averages weights."""
+    """The gradients, what reduces them, and what averages weights with local SGD."""
 
     gradients: Gradients
     transport: DataTransport
-    averager: LocalSGDReducer | None
+    averager: LocalSGDReducer
 
 
 def _make_gradients(
@@ -216,13 +218,12 @@ def _make_gradients(
             choice=plan.transport,
             unbucketed_grads=unbucketed.local_grads,
         )
-        return _GradientParts(unbucketed, transport, None)
+        return _GradientParts(unbucketed, transport, LocalSGDReducer(transport.grads))
     transport = transports.make_data_transport(
         data_ranks, topology, spec, meter=meter, calls=calls, choice=plan.transport, codecs=codecs
     )
-    averager = None
+    averager = LocalSGDReducer(transport.grads)
     if plan.sync == "local":
-        averager = LocalSGDReducer(transport.grads)
         local = single_rank_transport(averager, spec.num_scalars)
         transport = local._replace(description=transport.description)
         meter = CommMeter()  # with local steps gradients are not sent, and not recorded
@@ -315,13 +316,15 @@ def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
 
-def _make_sync(
-    trained: Trained, weights: Weights, averager: LocalSGDReducer | None, tensor: TensorAxis, stages: Communicator
-) -> GradSync:
-    if averager is None:
-        return SumEveryStep()
-    local_sgd = LocalSGD(weights.flats, trained.buckets, averager, _outer_optimizer(trained.plan))
-    return LocalSteps(local_sgd, trained.plan.dp, tensor.group, stages, trained.blueprint.sync_interval)
+def _make_local_steps(
+    trained: Trained, weights: Weights, averager: LocalSGDReducer, tensor: TensorAxis, world: Communicator
+) -> LocalSteps:
+    plan, outer = trained.plan, _outer_optimizer(trained.plan)
+    if plan.sync != "local":
+        return LocalSteps(1, OfAllRanks(), LocalSGD([], [], averager, outer), [], world.along())
+    local_sgd = LocalSGD(weights.flats, trained.buckets, averager, outer)
+    scope = OfWorker(plan.dp, tensor.group, world.along("pp"))
+    return LocalSteps(plan.sync_interval, scope, local_sgd, [weights.edits], world.along("dp", "cp"))
 
 
 def _make_hooks(trained: Trained) -> StepHooks:

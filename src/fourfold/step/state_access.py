@@ -26,7 +26,7 @@ class StateAccess:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._calls, self._checks, self._timing = assembly.calls, assembly.checks, assembly.timing
-        self._state, self._weights, self._sync = assembly.state, assembly.state.weights, assembly.parts.sync
+        self._state, self._weights, self._local_sgd = assembly.state, assembly.state.weights, assembly.parts.local_sgd
 
     def enter(self, call: str) -> None:
         """Begin a call that all ranks must be in, with updated weights. Collective."""
@@ -40,9 +40,10 @@ class StateAccess:
     def check_synchronized(self) -> None:
         """Raise TrainingError unless all ranks have the same weights."""
         if not self._checks.is_synchronized:
-            got = f"the state after step {self._calls.num_steps}, with local_steps = {self._sync.interval}"
+            interval = self._assembly.programs.sync_interval
+            got = f"the state after step {self._calls.num_steps}, with local_steps = {interval}"
             need = "the same weights on all ranks, which they have just after averaging them"
-            after = -(-self._calls.num_steps // self._sync.interval) * self._sync.interval
+            after = -(-self._calls.num_steps // interval) * interval
             raise TrainingError(Problem(got, need, f"after step {after}"))
 
     @contextlib.contextmanager
@@ -52,7 +53,7 @@ class StateAccess:
         self.enter("edit()")
         with self._weights.edit():
             yield model
-        self._sync.accept_weights()
+        self._local_sgd.finish_sync()
         torch.autograd.graph.increment_version(list(model.parameters()))
         self._weights.edits.accept_edits()
 
@@ -67,7 +68,7 @@ class StateAccess:
         self._timing.flush()
         local = {name: whole_tensors.local(name, value) for name, value in values.items()}
         self._weights.load_weights(local)
-        self._sync.load_weights(local)
+        self._local_sgd.update_reference(local)
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

@@ -14,7 +14,7 @@ from fourfold.plan.intervals import is_due
 from fourfold.proof.digests.batches import DuplicateBatches, check_same_source, samples_digest
 from fourfold.proof.digests.weights import DriftChecker, ReplicatedTensor
 from fourfold.step.collective_calls import CollectiveCalls, with_samples
-from fourfold.step.grad_sync import GradSync
+from fourfold.step.grad_strategies import LocalSteps
 from fourfold.step.nan_guard import NanGuard, Skipped
 from fourfold.step.optimizer_checks import OptimizerWatch
 from fourfold.step.step_state import StepState
@@ -28,7 +28,7 @@ class StepChecks:
         self,
         calls: CollectiveCalls,
         weights: Weights,
-        sync: GradSync,
+        local: LocalSteps,
         *,
         optimizer_watch: OptimizerWatch,
         norms: NormWatch,
@@ -36,7 +36,7 @@ class StepChecks:
         drift_checker: DriftChecker,
         nan_guard: NanGuard,
     ) -> None:
-        self._calls, self._weights, self._sync = calls, weights, sync
+        self._calls, self._weights, self._local = calls, weights, local
         self._optimizer_watch, self._norms = optimizer_watch, norms
         self._duplicate_batches, self._drift_checker, self._nan_guard = duplicate_batches, drift_checker, nan_guard
         self._num_calls = 0
@@ -84,13 +84,14 @@ class StepChecks:
             )
         # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
         is_early = self._num_calls & (self._num_calls - 1) == 0
-        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._sync.interval)
+        is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._local.interval)
         self.check_no_edits(call, compare_all=is_early or is_compared, sampled=not has_pending_updates)
 
     def check_no_edits(self, call: str, *, compare_all: bool = False, sampled: bool = True) -> None:
         """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
         if self.is_synchronized:
-            self._sync.accept_edits(self._weights.edits)
+            for edits in self._local.edits_at_sync:
+                edits.accept_edits()
         if problems := self._weights.edits.problems(compare_all=compare_all, sampled=sampled):
             error = TaskError(problems, where="the model")
             self._calls.raise_after_mismatch(f"{call}, with weights that were written", error)
@@ -98,7 +99,7 @@ class StepChecks:
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have the same weights: always, or with local steps just after they are averaged."""
-        return self._calls.num_steps % self._sync.interval == 0
+        return self._calls.num_steps % self._local.interval == 0
 
     def save_buffers(self) -> None:
         """Before a step: copy what a skipped step must restore."""
@@ -119,7 +120,7 @@ class StepChecks:
 
     def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """After a step: `compare_replicas` if `drift_check` says so. `tensors` are read only then."""
-        if self._drift_checker.is_due(self._calls.num_steps, self._sync.interval):
+        if self._drift_checker.is_due(self._calls.num_steps, self._local.interval):
             self.compare_replicas(tensors)
 
     def compare_replicas(self, tensors: Iterable[ReplicatedTensor]) -> None:

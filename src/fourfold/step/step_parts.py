@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fourfold.axes.data.work.gradients import Gradients
+from fourfold.axes.data.work.local_sgd import LocalSGD
 from fourfold.axes.pipeline.work.tied import TiedWeights
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import Compression
@@ -21,8 +22,7 @@ from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.precision import LossScale
-from fourfold.step.grad_strategies import GradRounds, GradScaling, LossDivision, NormSum
-from fourfold.step.grad_sync import GradSync
+from fourfold.step.grad_strategies import GradRounds, GradScaling, GradScope, LossDivision, NormSum
 from fourfold.step.stage import Stage
 from fourfold.torch_kit.deferred_grads import BackwardHalves
 from fourfold.torch_kit.grad_hooks import GradHooks
@@ -83,7 +83,9 @@ class StepParts(NamedTuple):
     """Of all ranks of the world."""
     meter: CommMeter
     objective: Objective
-    sync: GradSync
+    scope: GradScope
+    local_sgd: LocalSGD
+    """Of no buckets, unless ranks average their weights."""
     division: LossDivision
     scaling: GradScaling
     loss_scale: LossScale

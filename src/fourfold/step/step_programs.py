@@ -38,6 +38,11 @@ class StepPrograms:
         return self._blueprint
 
     @property
+    def sync_interval(self) -> int:
+        """After so many steps, and so many more, all ranks have the same weights."""
+        return self._blueprint.sync_interval
+
+    @property
     def topology(self) -> Topology:
         """The machines that the ranks run on."""
         return self._blueprint.topology
@@ -79,7 +84,7 @@ class StepPrograms:
 
     def of_step(self, number: int, *, measures_count: bool = False) -> tuple[Action, ...]:
         """The program of step `number`, from 1. `measures_count`: also if the nominal count is known."""
-        is_local = number % self._blueprint.sync_interval > 0
+        is_local = number % self.sync_interval > 0
         has_count = self.nominal_count is not None and not measures_count
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 

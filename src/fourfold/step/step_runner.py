@@ -198,7 +198,7 @@ class StepRunner:
             # Without elements there is no estimate.
             programs.nominal_count = step.known_nominal_count if totals.count else None
             if skipped is None:
-                self._access.set_record(self._agree_launch_orders(), self._parts.sync.nominal_count(totals.count))
+                self._access.set_record(self._agree_launch_orders(), self._parts.scope.nominal_count(totals.count))
         return skipped
 
     @property

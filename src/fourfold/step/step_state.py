@@ -132,6 +132,8 @@ class StepState:
     has_called_hooks: bool = False
     """Whether the step has called the optimizer's step hooks."""
     has_begun_updates: bool = False
+    has_pulled: bool = False
+    """Whether all ranks have the same weights again, with local steps."""
     unshard_sink: UnshardSink = NO_UNSHARD_SINK
     """Called before this rank's shard of a bucket is read in forward."""
     done_early: set[Action] = field(default_factory=set)
@@ -213,7 +215,7 @@ class StepState:
         Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
         """
         is_open = self.totals is None and self._refusal is None
-        if is_open and self.parts.sync.is_count_ready(self.parts.scalars):
+        if is_open and self.parts.scope.is_count_ready(self.parts.scalars):
             self._receive_totals()
         return None if self.totals is None else self.grad_scale
 
@@ -240,7 +242,7 @@ class StepState:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
             self.bad_reason = f"the loss is {mean}"
-        self.trained_count = self.parts.sync.loss_count(totals.count, self.local_count)
+        self.trained_count = self.parts.scope.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
         nominal = self.parts.division.divisor(self.nominal_count, self.trained_count)
         if self.parts.objective.is_scale_dependent and self.trained_count not in (0, nominal):

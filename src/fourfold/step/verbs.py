@@ -123,7 +123,6 @@ def _end_backward(step: StepState, action: Action) -> None:
         stage.gradients.check_all_reached(buckets)
     if stage.rounds.ends_with(index, num_microbatches):
         stage.gradients.countdown.complete(buckets)
-        step.parts.sync.end_backward(stage.gradients, step.parts.scaling.sum_factor(step.poll_grad_scale()))
 
 
 def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
@@ -136,9 +135,13 @@ def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
 def reduce(step: StepState, action: Action) -> None:
     """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
     stage = step.stage(action.stage)
-    while not stage.gradients.countdown.is_launched(bucket_of(action, stage.num_buckets)):
+    _launch(step, stage, bucket_of(action, stage.num_buckets))
+
+
+def _launch(step: StepState, stage: StageParts, bucket: int) -> None:
+    while not stage.gradients.countdown.is_launched(bucket):
         launched = launch_next(step, stage, may_wait=True)
-        assert launched is not None, f"{action} before the backward that completes its bucket"
+        assert launched is not None, f"bucket {bucket} is needed before the backward that completes it"
 
 
 def _no_grad_problem() -> Problem:
@@ -248,7 +251,7 @@ def measure(step: StepState, action: Action) -> None:
 def _measure_nominal_count(step: StepState, action: Action) -> None:
     """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
     by_rank = step.parts.count_ranks.all_gather_json(step.count_of(0))
-    step.nominal_count = max(1.0, step.parts.sync.nominal_count(sum(by_rank)) * len(step.microbatches))
+    step.nominal_count = max(1.0, step.parts.scope.nominal_count(sum(by_rank)) * len(step.microbatches))
 
 
 def _measure_loss(step: StepState, action: Action) -> None:
@@ -271,10 +274,10 @@ def _measure_grad_norm(step: StepState, action: Action) -> None:
     squares, *others = [_own_squares(step, stage) for stage in parts.stages.values()]
     squares = sum(others, start=squares)
     factor = parts.scaling.update_factor(step.grad_scale)
-    squares = parts.sync.scaled_squares(squares, factor)
+    squares = parts.scope.scaled_squares(squares, factor)
     parts.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
     total = parts.scalars.wait(GRAD_NORM)[0]
-    _clip(step, *parts.sync.norms(total, squares, factor))
+    _clip(step, *parts.scope.norms(total, squares, factor))
 
 
 def _own_squares(step: StepState, stage: StageParts) -> Tensor:
@@ -331,6 +334,7 @@ def wait_all(step: StepState, stage: StageParts) -> None:
 
 def wait_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
     """Wait for a bucket's reduction; the totals are known."""
+    _launch(step, stage, bucket)  # the programs of local steps have no reductions
     factor = step.parts.scaling.sum_factor(step.grad_scale)
     assert factor is not None
     stage.reducer.wait_reduce(bucket, factor)
@@ -363,7 +367,7 @@ def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
     total = step.read_totals().count
-    step.parts.sync.count_losses(step.trained_count, total)
+    step.parts.local_sgd.add_loss_counts(step.trained_count, total)
     for index, stage in step.parts.stages.items():
         if stage.step_hooks.has_any_hook:
             wait_all(step, stage)
@@ -394,12 +398,13 @@ def gather(step: StepState, action: Action) -> None:
 
 def push(step: StepState, action: Action) -> None:
     """Local SGD: start to sum the ranks' changes of a bucket's weights."""
-    step.parts.sync.push(action.index)
+    step.parts.local_sgd.push(action.index)
 
 
 def pull(step: StepState, action: Action) -> None:
     """Local SGD: take a bucket's new weights from the sum."""
-    step.parts.sync.pull(action.index)
+    step.parts.local_sgd.pull(action.index)
+    step.has_pulled = True
     step.stage(action.stage).weights.edits.increment_version(action.index)
 
 
