@@ -66,7 +66,7 @@ def test_a_layer_used_on_one_rank_only_is_trained_on_every_rank(monkeypatch):
     def body(comm):
         step = build_step(case, 2, comm)
         launched: list[int] = []
-        grads = step._parts.stages[0].reducer
+        grads = step._parts.stage.reducer
         launch = grads.reduce_async
         monkeypatch.setattr(
             grads, "reduce_async", lambda bucket, *args: launched.append(bucket) or launch(bucket, *args)
@@ -150,7 +150,7 @@ def test_after_the_first_step_buckets_are_launched_in_the_recorded_order(monkeyp
         step = build_step(case, 2, comm)
         train_step(dataclasses.replace(case, batch_sizes=(7,)), step)
         launched: list[int] = []
-        grads = step._parts.stages[0].reducer
+        grads = step._parts.stage.reducer
         launch = grads.reduce_async
         monkeypatch.setattr(
             grads, "reduce_async", lambda bucket, *args: launched.append(bucket) or launch(bucket, *args)

@@ -282,14 +282,14 @@ def test_no_weight_is_used_before_all_ranks_have_updated_their_shards_of_it(zero
     case = dataclasses.replace(CASE, zero=zero)
 
     def body(one, step):
-        update = step._parts.stages[0].optimizer.update
+        update = step._parts.stage.optimizer.update
 
         def late(bucket, **terms):
             if step.rank == 1:
                 time.sleep(0.02)
             update(bucket, **terms)
 
-        step._parts.stages[0].optimizer.update = late
+        step._parts.stage.optimizer.update = late
         losses = [step(local_batch(batch, 2, step.dp_index)).loss for batch in batches(one)]
         return weights(step) | {"losses": torch.tensor(losses)}
 

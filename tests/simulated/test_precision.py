@@ -109,7 +109,7 @@ def test_gradients_are_summed_in_reduce_dtype_whatever_dtype_the_model_computes_
         case = dataclasses.replace(CASE, precision="keep", reduce_dtype=reduce, zero=1, batch_sizes=(8,))
         step = cases_module.build_step(case, 2, comm)
         train_steps(step, case)
-        buffers = step._parts.stages[0].reducer.grad_buffers
+        buffers = step._parts.stage.reducer.grad_buffers
         return {slot.dtype for slot in buffers}, {p.dtype for p in step.model.parameters()}
 
     assert threads.run(2, body) == [({dtype}, {torch.float64})] * 2

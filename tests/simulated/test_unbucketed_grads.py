@@ -54,8 +54,8 @@ def test_updates_in_backward_hold_one_gradient_at_a_time_and_updates_after_backw
         if number == 0:
             peak[0] = 0  # the first step uses gradients in the order of buckets, later ones in the order of backward
     assert peak[0] == sum(sizes) if update == "after" else peak[0] <= max(sizes)
-    assert not step._parts.stages[0].reducer.grad_buffers
-    assert all(piece.weight.grad is None for pieces in step._parts.stages[0].optimizer._slices for piece in pieces)
+    assert not step._parts.stage.reducer.grad_buffers
+    assert all(piece.weight.grad is None for pieces in step._parts.stage.optimizer._slices for piece in pieces)
 
 
 @pytest.mark.parametrize("update", UPDATES)

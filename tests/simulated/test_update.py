@@ -52,7 +52,7 @@ def test_the_first_buckets_are_updated_during_backward(size, zero):
 
     def body(comm):
         step, all_launched = build_step(case, size, comm), []
-        (stage,) = step._parts.stages.values()
+        stage = step._parts.stage
         update = stage.optimizer.update
 
         def record(bucket, **args):

@@ -20,9 +20,8 @@ from fourfold.axes.pipeline.rules.schedules import batches_in_flight, warm_up
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
 from fourfold.comm.reduce.protocol import ScalarReducer
-from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.step_state import StepState
+from fourfold.step.step_state import StepParts, StepState
 from fourfold.step.update_timing import UPDATE_AFTER, begin_gradients, end_stages
 from fourfold.step.verbs import VERBS, VerbFunction
 from fourfold.words.program import LOSS, Action, Verb
@@ -137,7 +136,7 @@ class AcrossSteps:
             VERBS[Verb.BACKWARD](batch.step, action)
 
     def _update(self, batch: _Batch, action: Action) -> None:
-        stage: StageParts = self._parts.stages[self._parts.place_of(action.stage)]
+        stage = self._parts.stage
         with self._versions.in_update():
             VERBS[Verb.UPDATE](batch.step, action)
         batch.num_updated += 1

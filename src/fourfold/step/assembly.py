@@ -68,9 +68,8 @@ from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
 from fourfold.step.step_checks import StepChecks
 from fourfold.step.step_options import StepOptions
-from fourfold.step.step_parts import StageParts, StepParts
 from fourfold.step.step_programs import StepPrograms
-from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS
+from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS, StepParts
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
@@ -191,8 +190,8 @@ def _make_parts(
 ) -> StepParts:
     pipeline = axes.pipeline
     return StepParts(
-        stages={pipeline.place: stage.parts},
-        num_places=pipeline.num_places,
+        stage=stage.parts,
+        pp=pipeline.num_places,
         scalars=scalars,
         meter=meter,
         objective=objective,
@@ -278,13 +277,10 @@ def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, wor
         versions = WeightVersions(trained.parameters, missed)
         return make_across_steps(parts, programs, versions, channels, spec, stage)
     if plan.update == "in_forward":
-        return UpdateInForward(parts, {index: _defer(index, stage, parts) for index, stage in parts.stages.items()})
+        stage = parts.stage
+        in_place = [] if stage.gatherer.unshards_params else stage.parameters
+        return UpdateInForward(parts, DeferredUpdates(stage, parts.meter, in_place))
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
-
-
-def _defer(index: int, stage: StageParts, parts: StepParts) -> DeferredUpdates:
-    in_place = [] if stage.gatherer.unshards_params else stage.parameters
-    return DeferredUpdates(index, stage, parts.meter, in_place)
 
 
 def _make_checks(

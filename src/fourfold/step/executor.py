@@ -64,15 +64,13 @@ class Executor:
 
     def _end(self, step: StepState) -> None:
         if step.has_called_hooks:
-            for stage in step.parts.stages.values():
-                stage.step_hooks.run_post_hooks()
+            step.stage.step_hooks.run_post_hooks()
         self._timing.end_step(step)
         if step.bad_reason is None:
             step.parts.loss_scale.update(overflowed=step.overflowed)
         if step.has_pulled:
             step.parts.local_sgd.finish_sync()
-        for stage in step.parts.stages.values():
-            stage.weights.edits.refresh_samples()
+        step.stage.weights.edits.refresh_samples()
 
 
 def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbFunction]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from fourfold.comm.meter import CommMeter
-from fourfold.step.step_parts import StageParts
+from fourfold.step.stage import Stage
 from fourfold.step.step_state import UpdateArgs
 from fourfold.step.verbs import run_optimizer
 from fourfold.torch_kit.param_access import ParamAccess, outside_transforms
@@ -30,14 +30,12 @@ from fourfold.words.program import Action, Verb
 class DeferredUpdates:
     """The updates of one step of a stage, run in the forward of the next step, or when `finish` is called."""
 
-    def __init__(
-        self, stage_index: int, stage: StageParts, meter: CommMeter, in_place: Sequence[Sequence[nn.Parameter]]
-    ) -> None:
+    def __init__(self, stage: Stage, meter: CommMeter, in_place: Sequence[Sequence[nn.Parameter]]) -> None:
         """`in_place`: by bucket and slot, the parameters that are reported when they are accessed.
 
         There are none where weights rest split: these are reported when they are unsharded.
         """
-        self._stage_index, self._stage, self._meter = stage_index, stage, meter
+        self._stage, self._meter = stage, meter
         self._param_access, self._num_reported = ParamAccess(in_place), len(in_place)
         self._args: UpdateArgs | None = None
         self._order: Sequence[int] = ()
@@ -152,11 +150,11 @@ class DeferredUpdates:
         """Update a bucket with the gradient of the previous step."""
         stage, recorder = self._stage, self._meter.recorder
         assert self._args is not None
-        with recorder.action(Action(Verb.UPDATE, self._stage_index, bucket)):
+        with recorder.action(Action(Verb.UPDATE, self._stage.pp_index, bucket)):
             stage.gatherer.wait_writable()
             stage.gradients.restore_grads(bucket)
             run_optimizer(stage, bucket, self._args)
             stage.gradients.free_grads(bucket)
         for verb in stage.update_verbs[1:]:
-            with recorder.action(Action(verb, self._stage_index, bucket)):
+            with recorder.action(Action(verb, self._stage.pp_index, bucket)):
                 stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])

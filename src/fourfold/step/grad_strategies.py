@@ -9,7 +9,7 @@ Law: every microbatch's gradient is in exactly one round, and every rank has the
 Law: where a batch is one part on one rank, gradients have in backward the size that they have on one device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -257,7 +257,7 @@ class GradScaling(Protocol):
         """What the sums must still be multiplied by when they are used."""
         ...
 
-    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+    def clip(self, coefficient: float, reducer: GradReducer) -> float:
         """Make gradients smaller by a coefficient; returns what the grad scale is multiplied by."""
         ...
 
@@ -271,10 +271,9 @@ class ScaledSums:
     def update_factor(self, scale: float) -> float:
         return 1.0
 
-    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+    def clip(self, coefficient: float, reducer: GradReducer) -> float:
         if coefficient != 1.0:
-            for reducer in reducers:
-                reducer.scale_grads(coefficient)
+            reducer.scale_grads(coefficient)
         return 1.0
 
 
@@ -287,7 +286,7 @@ class ScaledInUpdate:
     def update_factor(self, scale: float) -> float:
         return scale
 
-    def clip(self, coefficient: float, reducers: Iterable[GradReducer]) -> float:
+    def clip(self, coefficient: float, reducer: GradReducer) -> float:
         return coefficient
 
 

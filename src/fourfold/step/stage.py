@@ -1,4 +1,6 @@
-"""Stage: the part of the model that a rank computes, and the loss on the last one.
+"""Stage: what a rank computes of the model, and what the actions of its program work with.
+
+chunk     one stage of the model, or all of it; a rank has several if stages are interleaved. Its name is its number
 
 outputs   what a stage's forward gives: the inputs of the next stage, or what the loss is computed of
 received  what the stage before has sent: its outputs, without their graph; nothing on the first stage
@@ -7,32 +9,41 @@ Law: the loss runs where its stage's forward runs, and the last stage keeps its 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes.data.work.gradients import Gradients
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.axes.pipeline.attach.check import PipelineCheck
 from fourfold.axes.pipeline.work.chain import seeded_segments
 from fourfold.axes.pipeline.work.gates import Gates, StageEnd
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
 from fourfold.axes.pipeline.work.stand_in import StandInUsed, sources_of
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
 from fourfold.model.batch import Microbatch
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.loss_sum import Loss
 from fourfold.model.objective import Objective, StageOutput
+from fourfold.model.weights import Weights
+from fourfold.optim.flat_optimizer import FlatOptimizer
+from fourfold.optim.step_hooks import StepHooks
+from fourfold.step.grad_strategies import GradRounds, NormSum
 from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks
 from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.error_notes import noting
 from fourfold.words.errors import Problem, TaskError
+from fourfold.words.program import Verb
 
 
-class Stage(NamedTuple):
-    """One stage of a model: all of it, or the blocks that a place on the pipeline axis has."""
+class Chunk(NamedTuple):
+    """One stage of a model, or all of it, as functions."""
 
     forward: Callable[[Microbatch, Sequence[Tensor]], StageOutput]
     """The outputs of a microbatch that is not empty, from what was received."""
@@ -48,9 +59,9 @@ class Stage(NamedTuple):
     """The loss of the outputs; None before the last stage."""
 
 
-def whole_model_stage(
+def whole_model_chunk(
     model: nn.Module, objective: Objective, statistics: BatchStatistics, recompute: Recompute
-) -> Stage:
+) -> Chunk:
     """The only stage of a model that is not cut."""
 
     def forward(part: Microbatch, received: Sequence[Tensor]) -> StageOutput:
@@ -69,10 +80,10 @@ def whole_model_stage(
         return objective.forward(model, part)
 
     loss = functools.partial(_loss, objective)
-    return Stage(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
+    return Chunk(forward, forward_empty, evaluate_empty, infer, functools.partial(_backward, statistics), loss)
 
 
-def pipeline_stage(
+def pipeline_chunk(
     model: nn.Module,
     objective: Objective,
     statistics: BatchStatistics,
@@ -80,7 +91,7 @@ def pipeline_stage(
     dry_run: PipelineCheck,
     halves: BackwardHalves,
     recompute: Recompute,
-) -> Stage:
+) -> Chunk:
     """One of several stages. `dry_run` has shown what they need of each other."""
     gates, reentrant = dry_run.make_gates(stage), ReentrantCheck(model)
 
@@ -115,7 +126,7 @@ def pipeline_stage(
             raise TaskError(problem, where="the batch")
 
     loss = functools.partial(_loss_of_stage, objective, gates) if gates.exit is None else None
-    return Stage(forward, forward_empty, evaluate_empty, infer, backward, loss)
+    return Chunk(forward, forward_empty, evaluate_empty, infer, backward, loss)
 
 
 def make_chunks(
@@ -126,12 +137,12 @@ def make_chunks(
     dry_run: PipelineCheck,
     halves: BackwardHalves,
     recomputed: RecomputedBlocks,
-) -> dict[int, Stage]:
+) -> dict[int, Chunk]:
     """This rank's stages, by number in the model."""
     if not pipeline.is_cut:
-        return {0: whole_model_stage(model, objective, statistics, recomputed.of(model))}
+        return {0: whole_model_chunk(model, objective, statistics, recomputed.of(model))}
     return {
-        stage: pipeline_stage(
+        stage: pipeline_chunk(
             model,
             objective,
             statistics,
@@ -175,3 +186,47 @@ def _loss(objective: Objective, output: StageOutput, part: Microbatch) -> Loss:
 def _backward(statistics: BatchStatistics, outputs: Sequence[Tensor], upstream: Sequence[Tensor] | None) -> None:
     with statistics.in_backward(), noting("  in backward"):
         torch.autograd.backward(outputs, upstream)
+
+
+class Stage(NamedTuple):
+    """What the actions of a rank work with."""
+
+    pp_index: int
+    chunks: Mapping[int, Chunk]
+    """By number in the model."""
+    parameters: Sequence[Sequence[nn.Parameter]]
+    """By bucket and slot."""
+    bucket_stages: Sequence[int]
+    """By bucket: the chunk that computes with it."""
+    gradients: Gradients
+    grad_hooks: GradHooks
+    halves: BackwardHalves
+    reducer: GradReducer
+    gatherer: WeightGatherer
+    data_ranks: Communicator
+    """The ranks that sum these gradients."""
+    scalars: ScalarReducer
+    """Of these ranks."""
+    optimizer: FlatOptimizer
+    weights: Weights
+    step_hooks: StepHooks
+    rounds: GradRounds
+    update_verbs: tuple[Verb, ...]
+    """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
+    norm_sum: NormSum
+    """Of layer-wise updates."""
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.parameters)
+
+    def buckets_of(self, chunk: int) -> Sequence[int]:
+        """The buckets of one of the chunks."""
+        return [bucket for bucket, each in enumerate(self.bucket_stages) if each == chunk]
+
+    def used_slots(self, bucket: int, counts: Sequence[float] | None) -> Sequence[bool] | None:
+        """Which slots of a bucket have a gradient on any rank; None: all. `counts` are by slot of all buckets."""
+        if counts is None:
+            return None
+        first = sum(len(parameters) for parameters in self.parameters[:bucket])
+        return [bool(count) for count in counts[first : first + len(self.parameters[bucket])]]

@@ -54,8 +54,7 @@ from fourfold.step.grad_strategies import (
 )
 from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.persistent_state import PersistentState
-from fourfold.step.stage import Stage
-from fourfold.step.step_parts import StageParts
+from fourfold.step.stage import Chunk, Stage
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.deferred_grads import BackwardHalves
 from fourfold.torch_kit.grad_hooks import GradHooks
@@ -108,7 +107,7 @@ class Trained(NamedTuple):
 class StageAssembly(NamedTuple):
     """A stage, and what belongs to the whole step because there is one stage."""
 
-    parts: StageParts
+    parts: Stage
     trained: Trained
     """As the transport lets tensors rest."""
     local: LocalSteps
@@ -124,7 +123,7 @@ def make_stage(
     meter: CommMeter,
     calls: CallChecker,
     tensor: TensorAxis,
-    chunks: Mapping[int, Stage],
+    chunks: Mapping[int, Chunk],
     halves: BackwardHalves,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
@@ -138,7 +137,8 @@ def make_stage(
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     local = _make_local_steps(trained, weights, averager, tensor, world)
-    parts = StageParts(
+    parts = Stage(
+        pp_index=trained.group.stage.stage,
         chunks=chunks,
         parameters=trained.by_bucket,
         bucket_stages=trained.group.stage.bucket_stages,

@@ -156,8 +156,7 @@ class StateAccess:
             for codec in self._assembly.codecs:
                 codec.scale_residual(before / count)
         programs.set_record(launch_orders, count)
-        for stage in self._assembly.parts.stages.values():
-            stage.gradients.set_launch_order(programs.reduction_order)
+        self._assembly.parts.stage.gradients.set_launch_order(programs.reduction_order)
 
     def replicated_tensors(self, model: nn.Module) -> Iterator[ReplicatedTensor]:
         """The weights in this rank's own memory, and the buffers that it saves, which its data ranks have too."""

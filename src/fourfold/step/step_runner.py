@@ -203,18 +203,18 @@ class StepRunner:
 
     @property
     def _num_out_of_turn(self) -> int:
-        return sum(stage.weights.storage.num_out_of_turn for stage in self._parts.stages.values())
+        return self._weights.storage.num_out_of_turn
 
     def _agree_launch_orders(self) -> dict[int, list[int]]:
         """By stage: the order in which the buckets of its first rank became complete. Collective."""
-        own = {index: stage.gradients.countdown.completion_order for index, stage in self._parts.stages.items()}
-        by_rank = self._calls.world.all_gather_json(list(own.items()))
+        stage = self._parts.stage
+        own = [(stage.pp_index, stage.gradients.countdown.completion_order)]
+        by_rank = self._calls.world.all_gather_json(own)
         return {index: order for orders in reversed(by_rank) for index, order in orders}
 
     def _learn_use_orders(self) -> None:
         """What phases have unsharded, the programs have from now on; a use out of turn changes them."""
-        stages = self._parts.stages.items()
-        self._programs.set_use_orders({index: stage.weights.storage.use_orders() for index, stage in stages})
+        self._programs.set_use_orders({self._parts.stage.pp_index: self._weights.storage.use_orders()})
 
     @noting_batch
     @torch.no_grad()

@@ -21,13 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.axes.data.work.local_sgd import LocalSGD
 from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
-from fourfold.comm.edge_compression import Kept
+from fourfold.axes.pipeline.work.tied import TiedWeights
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.edge_compression import Compression, Kept
+from fourfold.comm.edges import StageEdges
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import ScalarReducer
 from fourfold.model.batch import Microbatch
 from fourfold.model.loss_sum import Loss, is_uneven, scale_problem, uneven_problem
+from fourfold.model.objective import Objective
 from fourfold.plan.damaged_samples import DamagedRecord
+from fourfold.plan.precision import LossScale
 from fourfold.proof.digests.batches import batch_mismatch_problem
-from fourfold.step.step_parts import StageParts, StepParts
+from fourfold.step.grad_strategies import GradScaling, GradScope, LossDivision
+from fourfold.step.stage import Stage
 from fourfold.torch_kit.deferred_grads import PendingGrads
 from fourfold.words.errors import FourfoldError, Problem, TaskError
 from fourfold.words.program import LOSS, Action
@@ -65,6 +74,36 @@ COUNTED_BY_EACH_RANK = ("num_stop_requests", "num_mismatches", "num_damaged")
 """Of the other totals, one of the ranks that have the same samples adds its own."""
 
 
+class StepParts(NamedTuple):
+    """What the steps of one rank work with."""
+
+    stage: Stage
+    pp: int
+    scalars: ScalarReducer
+    """Of all ranks of the world."""
+    meter: CommMeter
+    objective: Objective
+    scope: GradScope
+    local_sgd: LocalSGD
+    """Of no buckets, unless ranks average their weights."""
+    division: LossDivision
+    scaling: GradScaling
+    loss_scale: LossScale
+    added_totals: Sequence[str]
+    """Which of its totals this rank adds to those over all ranks; of ranks that have the same samples, one adds all."""
+    edges: StageEdges
+    """To the stages before and behind this rank's."""
+    compression: Compression
+    """Of the messages over these edges."""
+    tied: TiedWeights
+    """What the first and the last place of the pipeline use together."""
+    count_ranks: Communicator
+    """The ranks that know together how many loss elements a microbatch has: those of one tensor place."""
+    max_norm: float
+    """The bound of the gradient norm; infinite without clip."""
+    device: torch.device
+
+
 class StepRequest(NamedTuple):
     """What a step is begun with.
 
@@ -82,11 +121,11 @@ class StepRequest(NamedTuple):
 
 
 class UpdateArgs(NamedTuple):
-    """What the updates of a stage in one step depend on: see `FlatOptimizer.update`."""
+    """What the updates of one step depend on: see `FlatOptimizer.update`."""
 
     grad_scale: float
     num_ranks_with_grad: Sequence[float] | None
-    """By slot of all buckets of the stage: how many ranks have a gradient; None: all."""
+    """By slot of all buckets: how many ranks have a gradient; None: all."""
     squared_norms: Mapping[int, Tensor]
     """By bucket, if the update needs them."""
 
@@ -125,10 +164,8 @@ class StepState:
     grad_norm: float | None = None
     bad_reason: str | None = None
     overflowed: bool = False
-    num_ranks_with_grad: dict[int, Sequence[float] | None] = field(default_factory=dict)
-    """By stage: see `UpdateArgs`."""
-    squared_norms: dict[int, Mapping[int, Tensor]] = field(default_factory=dict)
-    """By stage and bucket."""
+    num_ranks_with_grad: Sequence[float] | None = None
+    squared_norms: Mapping[int, Tensor] = field(default_factory=dict)
     has_called_hooks: bool = False
     """Whether the step has called the optimizer's step hooks."""
     has_begun_updates: bool = False
@@ -160,9 +197,10 @@ class StepState:
         """Whether the step changes no weight; known with the totals, and with the norm if it is measured."""
         return self.bad_reason is not None or self.overflowed
 
-    def stage(self, index: int) -> StageParts:
-        """What the actions of a stage work with."""
-        return self.parts.stages[self.parts.place_of(index)]
+    @property
+    def stage(self) -> Stage:
+        """What the actions of this rank work with."""
+        return self.parts.stage
 
     @property
     def last_nonempty(self) -> int:
@@ -255,9 +293,10 @@ class StepState:
         bad = [index for index, total in self.loss_totals if not math.isfinite(total.item())]
         return [range(stops[index] - self.microbatches[index].num_samples, stops[index]) for index in bad]
 
-    def update_args(self, stage: int) -> UpdateArgs:
-        """What the updates of a stage depend on."""
-        return UpdateArgs(self.grad_scale, self.num_ranks_with_grad.get(stage), self.squared_norms.get(stage, {}))
+    @property
+    def update_args(self) -> UpdateArgs:
+        """What the updates depend on."""
+        return UpdateArgs(self.grad_scale, self.num_ranks_with_grad, self.squared_norms)
 
 
 def wait_totals(step: StepState) -> StepTotals:

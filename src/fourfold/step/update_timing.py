@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from fourfold.step.forward_fusion import DeferredUpdates
-from fourfold.step.step_parts import StageParts, StepParts
-from fourfold.step.step_state import StepState
+from fourfold.step.stage import Stage
+from fourfold.step.step_state import StepParts, StepState
 from fourfold.step.verbs import (
     VERBS,
     VerbFunction,
@@ -56,16 +56,14 @@ class UpdateTiming(Protocol):
 
 def end_stages(parts: StepParts) -> None:
     """The sums of the step are needed no more. The weights are whole when this returns."""
-    for stage in parts.stages.values():
-        stage.reducer.end_step()
-        stage.gatherer.end_step()
+    parts.stage.reducer.end_step()
+    parts.stage.gatherer.end_step()
 
 
 def begin_gradients(parts: StepParts) -> None:
     """The next backward is the first one of a batch: there are no gradients."""
-    for stage in parts.stages.values():
-        stage.gradients.drop_grads()
-        stage.gradients.begin_step()
+    parts.stage.gradients.drop_grads()
+    parts.stage.gradients.begin_step()
 
 
 class ImmediateUpdates:
@@ -93,26 +91,21 @@ class ImmediateUpdates:
 
 def _update_after_backward(step: StepState, action: Action) -> None:
     """Update a bucket when no rank of the host reads the weights of this step."""
-    stage, bucket = step.stage(action.stage), action.index
+    stage, bucket = step.stage, action.index
     if is_update_due(step, stage, bucket):
         if not step.has_begun_updates:
-            _wait_writable(step.parts)
+            # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
+            stage.gatherer.signal_backward_done()
+            stage.gatherer.wait_writable()
         update_bucket(step, action)
     stage.gradients.free_grads(bucket)
-
-
-def _wait_writable(parts: StepParts) -> None:
-    # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
-    for stage in parts.stages.values():
-        stage.gatherer.signal_backward_done()
-        stage.gatherer.wait_writable()
 
 
 class _UpdateSink:
     """Launches the buckets that gradients complete, and updates those that are reduced, in program order."""
 
-    def __init__(self, step: StepState, stage: StageParts, action: Action) -> None:
-        self._step, self._stage, self._stage_index = step, stage, step.parts.place_of(action.stage)
+    def __init__(self, step: StepState, stage: Stage, action: Action) -> None:
+        self._step, self._stage = step, stage
         self._buckets = stage.buckets_of(action.stage)
         self._has_all_grads = stage.rounds.has_all_grads(action.index, len(step.microbatches))
         self._num_updated = 0
@@ -137,7 +130,7 @@ class _UpdateSink:
                 return
             self._num_updated += 1
             for verb in self._stage.update_verbs:
-                action = Action(verb, self._stage_index, bucket)
+                action = Action(verb, self._stage.pp_index, bucket)
                 with self._step.parts.meter.recorder.action(action):
                     VERBS[verb](self._step, action)
                 self._step.done_early.add(action)
@@ -150,7 +143,7 @@ def _backward_with_updates(step: StepState, action: Action) -> None:
     buckets; if it waited for the totals first, a rank whose backward waits for one of these sums would never send its
     own totals.
     """
-    stage = step.stage(action.stage)
+    stage = step.stage
     run_backward(step, action, _UpdateSink(step, stage, action))
     while launch_next(step, stage, may_wait=True) is not None:
         pass
@@ -161,7 +154,7 @@ UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after
 
 def _backward_weight_with_updates(step: StepState, action: Action) -> None:
     """As `_backward_with_updates`, of the half that completes the buckets."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     run_backward_weight(step, action, _UpdateSink(step, stage, action))
     while launch_next(step, stage, may_wait=True) is not None:
         pass
@@ -177,8 +170,7 @@ UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
 class UpdateInForward:
     """Buckets are updated when the next forward uses them, or when the updates are flushed."""
 
-    def __init__(self, parts: StepParts, deferred: Mapping[int, DeferredUpdates]) -> None:
-        """`deferred` are by stage."""
+    def __init__(self, parts: StepParts, deferred: DeferredUpdates) -> None:
         self._parts, self._deferred = parts, deferred
         self.verbs: Mapping[Verb, VerbFunction] = {
             **VERBS,
@@ -188,8 +180,8 @@ class UpdateInForward:
         }
 
     def _forward(self, step: StepState, action: Action) -> None:
-        step.unshard_sink = deferred = self._deferred[self._parts.place_of(action.stage)]
-        with deferred.in_forward(step.stage(action.stage).buckets_of(action.stage)):
+        step.unshard_sink = self._deferred
+        with self._deferred.in_forward(step.stage.buckets_of(action.stage)):
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
@@ -202,37 +194,33 @@ class UpdateInForward:
 
     def _end_first_backward(self, step: StepState, action: Action) -> None:
         if action.index == 0:
-            buckets = step.stage(action.stage).buckets_of(action.stage)
-            self._deferred[self._parts.place_of(action.stage)].check_missed_accesses(buckets)
+            buckets = step.stage.buckets_of(action.stage)
+            self._deferred.check_missed_accesses(buckets)
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""
         begin_gradients(step.parts)
-        for index, stage in self._parts.stages.items():
-            step.done_early |= {
-                Action(verb, index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
-            }
-            self._deferred[index].begin_step()
+        stage = step.stage
+        step.done_early |= {
+            Action(verb, stage.pp_index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
+        }
+        self._deferred.begin_step()
 
     def end_step(self, step: StepState) -> None:
         step.read_totals()
-        for stage in self._parts.stages.values():
-            wait_all(step, stage)
+        wait_all(step, step.stage)
         if step.is_skipped:
-            for stage in self._parts.stages.values():
-                stage.gradients.drop_grads()
+            step.stage.gradients.drop_grads()
             end_stages(self._parts)
             return
-        for index, deferred in self._deferred.items():
-            deferred.defer(step.update_args(index))
+        self._deferred.defer(step.update_args)
 
     def ended(self, step: StepState) -> StepState:
         return step
 
     def flush(self) -> None:
-        for deferred in self._deferred.values():
-            deferred.finish()
+        self._deferred.finish()
 
     @property
     def has_pending(self) -> bool:
-        return any(deferred.has_pending for deferred in self._deferred.values())
+        return self._deferred.has_pending

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fourfold.comm.reduce.protocol import shard_addend
 from fourfold.model.objective import StageOutput
-from fourfold.step.stage import Stage
-from fourfold.step.step_parts import StageParts
+from fourfold.step.stage import Chunk, Stage
 from fourfold.step.step_state import StepState, UpdateArgs
 from fourfold.torch_kit.grad_hooks import GradSink
 from fourfold.torch_kit.tensor_tree import tree_leaves
@@ -40,7 +39,7 @@ from fourfold.words.program import (
 class LaunchSink:
     """Takes the gradients of one backward, and launches the buckets that they complete."""
 
-    def __init__(self, step: StepState, stage: StageParts) -> None:
+    def __init__(self, step: StepState, stage: Stage) -> None:
         self._step, self._stage = step, stage
 
     def on_grad(self, param_index: int) -> None:
@@ -49,7 +48,7 @@ class LaunchSink:
                 pass
 
 
-def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | None:
+def launch_next(step: StepState, stage: Stage, *, may_wait: bool) -> int | None:
     """Launch the next complete bucket of a stage; returns it, or None."""
     factor = step.parts.scaling.sum_factor(step.poll_grad_scale())
     return stage.gradients.launch_next(factor, may_wait=may_wait)
@@ -57,12 +56,12 @@ def launch_next(step: StepState, stage: StageParts, *, may_wait: bool) -> int | 
 
 def backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch; buckets that are complete are launched on the way."""
-    run_backward(step, action, LaunchSink(step, step.stage(action.stage)))
+    run_backward(step, action, LaunchSink(step, step.stage))
 
 
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
     """The gradients of a microbatch; `sink` takes them."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     _begin_backward(step, action)
     _differentiate(step, action, stage.grad_hooks.calling(sink))
     _end_backward(step, action)
@@ -70,7 +69,7 @@ def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
 
 def backward_input(step: StepState, action: Action) -> None:
     """The first half of a backward: the gradients that the stage before waits for."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     with stage.halves.first_half(stage.grad_hooks) as pending:
         _differentiate(step, action, contextlib.nullcontext())
     step.pending[action.stage, action.index] = pending
@@ -78,12 +77,12 @@ def backward_input(step: StepState, action: Action) -> None:
 
 def backward_weight(step: StepState, action: Action) -> None:
     """The second half; buckets that are complete are launched on the way."""
-    run_backward_weight(step, action, LaunchSink(step, step.stage(action.stage)))
+    run_backward_weight(step, action, LaunchSink(step, step.stage))
 
 
 def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None:
     """The second half of a backward; `sink` takes the gradients."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     _begin_backward(step, action)
     stage.halves.second_half(step.pending.pop((action.stage, action.index)), sink)
     _end_backward(step, action)
@@ -91,7 +90,7 @@ def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None
 
 def _differentiate(step: StepState, action: Action, taking: AbstractContextManager[object]) -> None:
     """Run autograd from what a forward has left. Within `taking`, the gradients of weights are taken."""
-    stage, place = step.stage(action.stage), (action.stage, action.index)
+    stage, place = step.stage, (action.stage, action.index)
     with stage.weights.unsharded("backward", action.stage):
         if action.index in step.losses:
             loss = step.parts.division.mean_of(step.losses.pop(action.index), step.nominal_count)
@@ -108,16 +107,16 @@ def _differentiate(step: StepState, action: Action, taking: AbstractContextManag
 
 def _begin_backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch come now."""
-    stage = step.stage(action.stage)
-    # The first place of a pipeline is sent gradients of tied weights.
-    if step.parts.objective.is_batch_split and step.parts.num_places == 1:
+    stage = step.stage
+    # The first stage of a pipeline is sent gradients of tied weights.
+    if step.parts.objective.is_batch_split and step.parts.pp == 1:
         stage.gradients.check_untouched()
     stage.rounds.begin_backward(stage.gradients, stage.buckets_of(action.stage), action.index, step.last_nonempty)
 
 
 def _end_backward(step: StepState, action: Action) -> None:
     """All gradients of a microbatch are there: at the end of a round, launch what is left."""
-    stage, index, num_microbatches = step.stage(action.stage), action.index, len(step.microbatches)
+    stage, index, num_microbatches = step.stage, action.index, len(step.microbatches)
     buckets = stage.buckets_of(action.stage)
     if index == num_microbatches - 1 and step.last_nonempty >= 0:
         stage.gradients.check_all_reached(buckets)
@@ -125,7 +124,7 @@ def _end_backward(step: StepState, action: Action) -> None:
         stage.gradients.countdown.complete(buckets)
 
 
-def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
+def _backward_empty(stage: Stage, chunk: Chunk, loss: Tensor) -> None:
     """Backward of a rank without samples, because other ranks need it within theirs; its gradients are dropped."""
     if loss.requires_grad:
         chunk.backward([loss], [torch.zeros_like(loss)])
@@ -134,11 +133,11 @@ def _backward_empty(stage: StageParts, chunk: Stage, loss: Tensor) -> None:
 
 def reduce(step: StepState, action: Action) -> None:
     """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     _launch(step, stage, bucket_of(action, stage.num_buckets))
 
 
-def _launch(step: StepState, stage: StageParts, bucket: int) -> None:
+def _launch(step: StepState, stage: Stage, bucket: int) -> None:
     while not stage.gradients.countdown.is_launched(bucket):
         launched = launch_next(step, stage, may_wait=True)
         assert launched is not None, f"bucket {bucket} is needed before the backward that completes it"
@@ -200,7 +199,7 @@ def send_backward(step: StepState, action: Action) -> None:
 
 def tie(step: StepState, action: Action) -> None:
     """Copy the tied weights to the stage that uses them too."""
-    with step.stage(action.stage).weights.unsharded("tie", action.stage):
+    with step.stage.weights.unsharded("tie", action.stage):
         step.parts.tied.copy_forward()
 
 
@@ -217,7 +216,7 @@ VerbFunction = Callable[[StepState, Action], None]
 
 def forward(step: StepState, action: Action) -> None:
     """A microbatch through the stage and its loss."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    stage, part = step.stage, step.microbatches[action.index]
     with stage.weights.unsharded("forward", action.stage, step.unshard_sink):
         if part.num_samples:
             end_forward(step, action, stage.chunks[action.stage].forward(part, received(step, action)))
@@ -227,7 +226,7 @@ def forward(step: StepState, action: Action) -> None:
 
 def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
     """Keep what comes next: the loss on the last stage, before it the outputs, which the next stage needs."""
-    loss = step.stage(action.stage).chunks[action.stage].loss
+    loss = step.stage.chunks[action.stage].loss
     if loss is None:
         step.boundary[action.stage, action.index] = list(tree_leaves(output.outputs))
     else:
@@ -236,7 +235,7 @@ def end_forward(step: StepState, action: Action, output: StageOutput) -> None:
 
 def unshard(step: StepState, action: Action) -> None:
     """The next forward or backward unshards a bucket's weights, when it is about to use them."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     stage.weights.storage.plan_unshard(bucket_of(action, stage.num_buckets), action.index)
 
 
@@ -261,18 +260,17 @@ def _measure_loss(step: StepState, action: Action) -> None:
 
 def _measure_used_params(step: StepState, action: Action) -> None:
     """On how many ranks each parameter has a gradient."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     reached = torch.tensor(stage.gradients.countdown.reached, dtype=torch.float64)
     stage.scalars.all_reduce_async(USED_PARAMS, reached)
-    step.num_ranks_with_grad[action.stage] = stage.scalars.wait(USED_PARAMS)
+    step.num_ranks_with_grad = stage.scalars.wait(USED_PARAMS)
 
 
 def _measure_grad_norm(step: StepState, action: Action) -> None:
     """The norm of the gradient, with every weight once; then clip."""
     step.read_totals()
     parts = step.parts
-    squares, *others = [_own_squares(step, stage) for stage in parts.stages.values()]
-    squares = sum(others, start=squares)
+    squares = _own_squares(step, step.stage)
     factor = parts.scaling.update_factor(step.grad_scale)
     squares = parts.scope.scaled_squares(squares, factor)
     parts.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
@@ -280,7 +278,7 @@ def _measure_grad_norm(step: StepState, action: Action) -> None:
     _clip(step, *parts.scope.norms(total, squares, factor))
 
 
-def _own_squares(step: StepState, stage: StageParts) -> Tensor:
+def _own_squares(step: StepState, stage: Stage) -> Tensor:
     """The squared norm of this rank's part of a stage's gradient; 0 if another replica adds the same part."""
     wait_all(step, stage)
     flats = list(itertools.chain(*map(stage.gradients.local_grads, range(stage.num_buckets))))
@@ -302,17 +300,17 @@ def _clip(step: StepState, norm: float, global_norm: float) -> None:
     if not step.is_skipped:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         coefficient = min(step.parts.max_norm / (norm + 1e-6), 1.0)
-        step.grad_scale *= step.parts.scaling.clip(coefficient, [stage.reducer for stage in step.parts.stages.values()])
+        step.grad_scale *= step.parts.scaling.clip(coefficient, step.stage.reducer)
 
 
 def _measure_trust_norms(step: StepState, action: Action) -> None:
     """Begin the layer-wise updates of all buckets: they need the norms of parameters that are split among ranks."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     step.read_totals()
     wait_all(step, stage)
     if step.is_skipped:
         return
-    counts = step.num_ranks_with_grad.get(action.stage)
+    counts = step.num_ranks_with_grad
     local = [
         stage.optimizer.begin_layerwise_update(bucket, used=stage.used_slots(bucket, counts), factor=step.grad_scale)
         for bucket in range(stage.num_buckets)
@@ -320,19 +318,19 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
     none = torch.zeros(0, 2, dtype=torch.float64)  # of a stage whose weights are all frozen
     total = stage.norm_sum.over_ranks(torch.cat(local or [none]).flatten().to(step.parts.device))
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
-    step.squared_norms[action.stage] = dict(enumerate(by_bucket))
+    step.squared_norms = dict(enumerate(by_bucket))
 
 
 # ---- updates --------------------------------------------------------------------------------------------
 
 
-def wait_all(step: StepState, stage: StageParts) -> None:
+def wait_all(step: StepState, stage: Stage) -> None:
     """Wait for the reductions of all buckets of a stage; the totals are known."""
     for bucket in range(stage.num_buckets):
         wait_bucket(step, stage, bucket)
 
 
-def wait_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
+def wait_bucket(step: StepState, stage: Stage, bucket: int) -> None:
     """Wait for a bucket's reduction; the totals are known."""
     _launch(step, stage, bucket)  # the programs of local steps have no reductions
     factor = step.parts.scaling.sum_factor(step.grad_scale)
@@ -343,13 +341,13 @@ def wait_bucket(step: StepState, stage: StageParts, bucket: int) -> None:
 
 def update(step: StepState, action: Action) -> None:
     """Update a bucket's weights once its reduction has ended; other buckets may still be reduced."""
-    stage, bucket = step.stage(action.stage), action.index
+    stage, bucket = step.stage, action.index
     if is_update_due(step, stage, bucket):
         update_bucket(step, action)
     stage.gradients.free_grads(bucket)
 
 
-def is_update_due(step: StepState, stage: StageParts, bucket: int) -> bool:
+def is_update_due(step: StepState, stage: Stage, bucket: int) -> bool:
     """Whether the step updates weights; waits for the totals, and for this bucket's reduction."""
     step.read_totals()
     wait_bucket(step, stage, bucket)
@@ -360,7 +358,7 @@ def update_bucket(step: StepState, action: Action) -> None:
     """Update a bucket that is reduced."""
     if not step.has_begun_updates:
         begin_updates(step)
-    run_optimizer(step.stage(action.stage), action.index, step.update_args(action.stage))
+    run_optimizer(step.stage, action.index, step.update_args)
 
 
 def begin_updates(step: StepState) -> None:
@@ -368,16 +366,16 @@ def begin_updates(step: StepState) -> None:
     step.has_begun_updates = True
     total = step.read_totals().count
     step.parts.local_sgd.add_loss_counts(step.trained_count, total)
-    for index, stage in step.parts.stages.items():
-        if stage.step_hooks.has_any_hook:
-            wait_all(step, stage)
-            factor = step.parts.scaling.update_factor(step.grad_scale)
-            counts = step.num_ranks_with_grad.get(index)
-            step.num_ranks_with_grad[index] = stage.step_hooks.run_pre_hooks(stage.reducer, counts, factor)
-            step.has_called_hooks = True
+    stage = step.stage
+    if stage.step_hooks.has_any_hook:
+        wait_all(step, stage)
+        factor = step.parts.scaling.update_factor(step.grad_scale)
+        counts = step.num_ranks_with_grad
+        step.num_ranks_with_grad = stage.step_hooks.run_pre_hooks(stage.reducer, counts, factor)
+        step.has_called_hooks = True
 
 
-def run_optimizer(stage: StageParts, bucket: int, args: UpdateArgs) -> None:
+def run_optimizer(stage: Stage, bucket: int, args: UpdateArgs) -> None:
     """Update a bucket, or this rank's shard of it."""
     stage.optimizer.update(
         bucket,
@@ -392,7 +390,7 @@ def run_optimizer(stage: StageParts, bucket: int, args: UpdateArgs) -> None:
 
 def gather(step: StepState, action: Action) -> None:
     """Start to all-gather a bucket's new weights."""
-    stage = step.stage(action.stage)
+    stage = step.stage
     stage.gatherer.all_gather_async(action.index, stage.weights.flats[action.index])
 
 
@@ -405,7 +403,7 @@ def pull(step: StepState, action: Action) -> None:
     """Local SGD: take a bucket's new weights from the sum."""
     step.parts.local_sgd.pull(action.index)
     step.has_pulled = True
-    step.stage(action.stage).weights.edits.increment_version(action.index)
+    step.stage.weights.edits.increment_version(action.index)
 
 
 MEASURES: Mapping[int, VerbFunction] = {
@@ -442,7 +440,7 @@ VERBS: Mapping[Verb, VerbFunction] = {
 
 def evaluate(step: StepState, action: Action) -> None:
     """The outputs and the loss of a batch, without training."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    stage, part = step.stage, step.microbatches[action.index]
     with stage.weights.unsharded("evaluate", action.stage):
         if part.num_samples:
             output = stage.chunks[action.stage].forward(part, received(step, action))
@@ -455,7 +453,7 @@ def evaluate(step: StepState, action: Action) -> None:
 
 def infer(step: StepState, action: Action) -> None:
     """The outputs of a batch that may have no targets, on one rank; weights are whole already."""
-    stage, part = step.stage(action.stage), step.microbatches[action.index]
+    stage, part = step.stage, step.microbatches[action.index]
     step.outputs[action.index] = outputs = stage.chunks[action.stage].infer(part, received(step, action)).outputs
     step.boundary[action.stage, action.index] = list(tree_leaves(outputs))
 

@@ -21,8 +21,8 @@ from fourfold.planner.predict.prices import GroupShape
 from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.model_checks import check_plan_on_ranks
+from fourfold.step.stage import Stage
 from fourfold.step.step_options import StepOptions
-from fourfold.step.step_parts import StageParts
 from fourfold.words.task import Task
 
 BLOCKS_OF_A_KIND = 3
@@ -36,9 +36,9 @@ class Probe(NamedTuple):
     world: Communicator
 
     @property
-    def stage(self) -> StageParts:
+    def stage(self) -> Stage:
         """This rank's, of its place on the pipeline axis."""
-        return next(iter(self.assembly.parts.stages.values()))
+        return self.assembly.parts.stage
 
     @property
     def blueprint(self) -> Blueprint:
