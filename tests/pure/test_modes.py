@@ -21,6 +21,7 @@ def _forget_the_files() -> Iterator[None]:
 CHOOSES_OR_REFUSES = {
     *("assembly", "stage_assembly", "distributed_optimizer"),
     *("model_checks", "argument_checks", "memory_bound"),
+    "axis",  # of an axis: attaches it
 }
 # What else there depends on a mode of the plan, on the class of a part, or on whether there is one, and why.
 CHOSEN_ELSEWHERE = {
@@ -96,6 +97,11 @@ SEES_THE_PLAN = {
     "plan/lowering.py": "decides what follows from it",
     "plan/memory.py": "decides where gradients rest, and counts bytes",
     "step/argument_checks.py": "refuses what is no plan, or none for a wrapped optimizer",
+    "proof/attachment.py": "gives it to the axes",
+    "axes/context/attach/axis.py": "attaches its axis",
+    "axes/data/attach/check.py": "attaches its axis",
+    "axes/pipeline/attach/axis.py": "attaches its axis",
+    "axes/tensor/attach/axis.py": "attaches its axis",
     "step/assembly.py": "makes the parts of a rank",
     "proof/digests/build.py": "compares the plans of the ranks",
     "step/distributed_optimizer.py": "public: `DistributedOptimizer(…, plan)`; makes its parts",
@@ -108,7 +114,7 @@ SEES_THE_PLAN = {
 # The rooms of lowering and of a step, without what describes plans.
 SEEN_BY_A_STEP = ("plan", "axes/*/rules", "axes/*/work", "axes/*/attach", "comm", "optim", "torch_kit")
 SEEN_BY_A_STEP += ("model", "proof", "step")
-MAX_FILES_OF_A_PLAN = 10  # from `parallelize` on
+MAX_FILES_OF_A_PLAN = 15  # from `parallelize` on
 
 
 def sights_of_the_plan(tree: ast.AST) -> set[str]:

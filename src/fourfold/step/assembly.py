@@ -1,6 +1,8 @@
 """Assembly: make what a step works with, of a model, a loss, an optimizer, a plan and the ranks.
 
-Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
+The axes are attached in turn (`proof/attachment.py`): each leaves this rank's part of the model. The stage is
+made of the parameters that are left (`stage_assembly.py`), and the parts of the step of both.
+Law: what a plan asks for is decided here, once, and nowhere later.
 """
 
 import functools
@@ -11,32 +13,26 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from fourfold.axes.context.attach.axis import ContextParallel
-from fourfold.axes.context.attach.check import ContextCheck
-from fourfold.axes.context.work.context_group import connect_context
-from fourfold.axes.data.attach.check import CheckedTask, ForwardCheck, GradientCheck
+from fourfold.axes.context.attach import axis as context
+from fourfold.axes.data.attach import check as data
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.axes.pipeline.attach import axis as pipeline_axis
-from fourfold.axes.pipeline.attach.axis import PipelineAxis, load_own_weights, take_first_ranks_weights, whole_pipeline
+from fourfold.axes.pipeline.attach import check as pipeline
+from fourfold.axes.pipeline.attach.axis import PipelineAxis, take_first_ranks_weights
 from fourfold.axes.pipeline.attach.check import PipelineCheck
-from fourfold.axes.pipeline.attach.skeleton import make_skeleton
 from fourfold.axes.pipeline.rules.schedules import staleness
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.pipeline.work.gates import SplitTokens
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
-from fourfold.axes.tensor.attach import axis as tensor_axis
+from fourfold.axes.tensor.attach import check as tensor
 from fourfold.axes.tensor.attach.axis import TensorAxis
-from fourfold.axes.tensor.attach.check import TensorCheck
-from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
+from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import make_compression
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import ScalarReducer
-from fourfold.comm.row_exchange import make_row_exchange
-from fourfold.comm.tensor.protocol import CALL_ROW, SingleRankTensorGroup
-from fourfold.model.batch import unpack_batch
+from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.model.draw_slices import DrawSlices
 from fourfold.model.loss_function import ModelLoss, UserLoss
@@ -45,16 +41,15 @@ from fourfold.model.rank_dropout import SplitDropout
 from fourfold.model.weights import Weights
 from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.batch_split import BatchSplit
-from fourfold.plan.check import read_only_reason, step_hook_conflicts
+from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, TensorCalls, WholeSamples
 from fourfold.proof.checks import Check, Proof
 from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import build_digest, check_same_optimizer
 from fourfold.proof.digests.weights import DriftChecker
-from fourfold.proof.weight_write_check import WeightWriteCheck
 from fourfold.step.across_steps import make_across_steps, num_channels
-from fourfold.step.batch_layout import BatchLayout, SharedSamples, TokenShards, WholeSamples
 from fourfold.step.collective_calls import CollectiveCalls
 from fourfold.step.forward_fusion import DeferredUpdates
 from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount, LossDivision
@@ -80,6 +75,10 @@ from fourfold.step.update_timing import (
 from fourfold.torch_kit.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.torch_kit.deferred_init import InitialModel
 
+ATTACH: tuple[Callable[[Rank], AxisParts[Any]], ...] = (tensor.attach, pipeline.attach, context.attach, data.attach)
+"""In the order in which axes cut the model, and in which a first batch is checked: rules of the tensor axis that are
+wrong fail in a stage too, in words of torch."""
+
 
 class Assembly(NamedTuple):
     """What a `TrainStep` is the door of."""
@@ -103,20 +102,28 @@ class Assembly(NamedTuple):
 
 
 class _Axes(NamedTuple):
-    """The axes by which the model is cut, and the check of its stages."""
+    """A rank that is attached on all axes."""
 
+    rank: Rank
+    parts: Sequence[AxisParts[Any]]
     tensor: TensorAxis
     pipeline: PipelineAxis
     pipeline_check: PipelineCheck
 
+    def lay_out(self, calls: TensorCalls) -> BatchLayout:
+        """How batches are laid out: first on the axis that divides samples."""
+        layout: BatchLayout = WholeSamples(self.rank.world.device, SplitDropout(self.rank.model, self.rank.draws))
+        for each in sorted(self.parts, key=lambda part: not part.divides_samples):
+            layout = each.lay_out(self.rank, layout, calls)
+        return layout
 
-class _AxisChecks(NamedTuple):
-    """The checks of the axes by which batches or the model are laid out, in the order in which they run."""
+    def checks(self, weights: Weights) -> list[Check]:
+        return [check for each in self.parts for check in each.checks(self.rank, weights)]
 
-    tensor: TensorCheck | None = None
-    """Before the stages: rules that are wrong fail in a stage too, in words of torch."""
-    pipeline: PipelineCheck | None = None
-    context: ContextCheck | None = None
+    def describe_transports(self, data_ranks: str) -> str:
+        """What joins the ranks, in words. `data_ranks`: what joins these."""
+        names = [each.transport_name for each in self.parts if each.transport_name]
+        return "; ".join([data_ranks, *names] if self.rank.plan.reduce_group_size > 1 or not names else names)
 
 
 def assemble(
@@ -128,73 +135,94 @@ def assemble(
     options: StepOptions,
 ) -> Assembly:
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
-    model, objective, meter = initial.model, _make_objective(loss, plan), CommMeter()
+    check_model_loss(loss, plan)
+    model = initial.model
     optimizer = _take_optimizer(optimizer_source, model, plan, options, world)
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
     whole = whole_specs(model, optimizer, specs, options.clip)
-    tensor, pipeline = _cut(initial, optimizer, plan, options, world, meter)
-    pipeline_check = PipelineCheck(
-        model, objective, pipeline, world, SplitTokens(tensor.sequence_parallel.entries, tensor.region)
-    )
-    axes = _Axes(tensor, pipeline, pipeline_check)
+    axes = _attach(_make_rank(initial, optimizer, loss, plan, world, options))
     trained = lay_out(model, optimizer, plan, world, whole)
-    channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, meter)
-    statistics = _make_statistics(model, plan, world, meter, pipeline)
+    channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, axes.rank.meter)
+    axes = axes._replace(rank=axes.rank._replace(statistics=_make_statistics(axes.rank, axes.pipeline)))
+    rank = axes.rank
     halves = DeferredGrads(trained.parameters) if plan.divides_backward else WholeBackward()
-    chunks = make_chunks(model, objective, statistics, pipeline, pipeline_check, halves, _find_recomputed(plan, axes))
-    stage = make_stage(trained, world, meter, channel.calls, tensor, chunks, halves)
+    chunks = make_chunks(rank, axes.pipeline, axes.pipeline_check, halves, _find_recomputed(axes))
+    stage = make_stage(trained, world, rank.meter, channel.calls, axes.tensor, chunks, halves)
     programs = StepPrograms(stage.trained.blueprint, world.rank)
     stage.parts.gradients.set_launch_order(programs.reduction_order)
-    parts = _make_parts(stage, channel.scalars, meter, objective, plan, options, world, axes)
-    calls = CollectiveCalls(world, TensorCalls(channel.calls, tensor.group, tensor.ranks))
-    batches, of_axes = _lay_out_batches(model, loss, plan, world, meter, axes, calls.checker, options.seed)
-    checks = _with_data_checks(of_axes, objective, statistics, plan, stage.parts.weights, world, axes)
-    preserved = nn.ModuleList([model, pipeline.skeleton, objective.loss_modules(model)])
+    parts = _make_parts(axes, stage, channel.scalars, options.clip)
+    calls = CollectiveCalls(world, TensorCalls(channel.calls, axes.tensor.group, axes.tensor.ranks))
+    batches = axes.lay_out(calls.checker)
+    preserved = nn.ModuleList([model, rank.skeleton, rank.objective.loss_modules(model)])
     key = functools.partial(build_digest, model, plan, options.compared(shares_samples=False), loss)
+    weights = stage.parts.weights
     return Assembly(
         parts=parts,
         timing=_make_timing(parts, stage.trained, programs, world),
         programs=programs,
         calls=calls,
-        checks=_make_checks(model, optimizer, plan, options, calls, stage, pipeline.elsewhere),
+        checks=_make_checks(rank, options, calls, stage, axes.pipeline.elsewhere),
         split=plan.batch_split,
         batches=batches,
-        proof=Proof(checks, world, preserved, stage.parts.weights.unsharded, key),
+        proof=Proof(axes.checks(weights), world, preserved, weights.unsharded, key),
         state=stage.state,
         codecs=stage.codecs,
         optimizer=optimizer,
         buckets=stage.trained.buckets,
-        transport_name=_describe_transports(stage.transport_name, plan, axes),
-        tensor=tensor,
-        pipeline=pipeline,
-        pipeline_check=pipeline_check,
+        transport_name=axes.describe_transports(stage.transport_name),
+        tensor=axes.tensor,
+        pipeline=axes.pipeline,
+        pipeline_check=axes.pipeline_check,
     )
 
 
-def _describe_transports(data_ranks: str, plan: Plan, axes: _Axes) -> str:
-    """What joins the ranks, in words. `data_ranks`: what joins these."""
-    names = [f"tensor ranks: {axes.tensor.group.name}"] if plan.tp > 1 else []
-    names += [f"stages: {axes.pipeline.edges.name}"] if plan.pp > 1 else []
-    return "; ".join([data_ranks, *names] if plan.reduce_group_size > 1 or not names else names)
-
-
-def _make_parts(
-    stage: StageAssembly,
-    scalars: ScalarReducer,
-    meter: CommMeter,
-    objective: Objective,
+def _make_rank(
+    initial: InitialModel,
+    optimizer: Optimizer,
+    loss: Callable[[Any, Any], Any] | None,
     plan: Plan,
-    options: StepOptions,
     world: Communicator,
-    axes: _Axes,
-) -> StepParts:
-    pipeline = axes.pipeline
+    options: StepOptions,
+) -> Rank:
+    """A rank that is attached on no axis yet; it reads the weights of the first stage's rank. Collective."""
+    meter, is_batch_split = CommMeter(), plan.batch_split.num_parts > 1
+    objective = Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
+    return Rank(
+        initial=take_first_ranks_weights(initial, world.along("pp")),
+        optimizer=optimizer,
+        loss=loss,
+        objective=objective,
+        plan=plan,
+        rules=options.tensor,
+        seed=options.seed,
+        world=world,
+        meter=meter,
+        stages=map_stages(initial.model, plan.stage_spec),
+        draws=DrawSlices(plan.tp),
+        split_tokens=SplitTokens(frozenset(), SplitRegion(SingleRankTensorGroup(meter, world.device))),
+        skeleton=initial.model,
+        statistics=OwnStatistics(),
+    )
+
+
+def _attach(rank: Rank) -> _Axes:
+    """Leave in the model and its optimizer what this rank has on every axis. Collective."""
+    parts = list[AxisParts[Any]]()
+    for attach in ATTACH:
+        parts.append(attach(rank))
+        rank = parts[-1].rank
+    on_tensor, on_pipeline, *_ = (each.axis for each in parts)
+    return _Axes(rank, parts, on_tensor, *on_pipeline)
+
+
+def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip: float | None) -> StepParts:
+    rank, pipeline, plan = axes.rank, axes.pipeline, axes.rank.plan
     return StepParts(
         stage=stage.parts,
         pp=pipeline.num_places,
         scalars=scalars,
-        meter=meter,
-        objective=objective,
+        meter=rank.meter,
+        objective=rank.objective,
         scope=stage.local.scope,
         local_sgd=stage.local.local_sgd,
         division=_division(plan),
@@ -202,43 +230,20 @@ def _make_parts(
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
-        compression=make_compression(plan.edge_spec, world.device),
+        compression=make_compression(plan.edge_spec, rank.world.device),
         tied=pipeline.tied,
-        count_ranks=world.along("pp", "dp", "cp"),
-        max_norm=math.inf if options.clip is None else options.clip,
-        device=world.device,
+        count_ranks=rank.world.along("pp", "dp", "cp"),
+        max_norm=math.inf if clip is None else clip,
+        device=rank.world.device,
     )
 
 
-def _cut(
-    initial: InitialModel, optimizer: Optimizer, plan: Plan, options: StepOptions, world: Communicator, meter: CommMeter
-) -> tuple[TensorAxis, PipelineAxis]:
-    """Leave in the model and its optimizer what this rank's place on the tensor and the pipeline axis has."""
-    model, ranks, stages = initial.model, world.along("pp"), map_stages(initial.model, plan.stage_spec)
-    initial = take_first_ranks_weights(initial, ranks)
-    tensor = tensor_axis.cut(
-        initial,
-        options.tensor,
-        world,
-        meter,
-        spec=plan.tensor_spec,
-        transport=plan.transport,
-        is_own=lambda name: stages.place_of(name) == ranks.rank,
-    )
-    if ranks.size == 1:
-        return tensor, whole_pipeline(model, stages, ranks)
-    if not tensor.is_cut:
-        load_own_weights(initial, stages, ranks)
-    skeleton = make_skeleton(model, plan.precision, [tensor.region])
-    return tensor, pipeline_axis.cut(model, skeleton, optimizer, stages, ranks, meter, transport=plan.transport)
-
-
-def _find_recomputed(plan: Plan, axes: _Axes) -> RecomputedBlocks:
-    tensor, pipeline, _ = axes
+def _find_recomputed(axes: _Axes) -> RecomputedBlocks:
+    plan, group, pipeline = axes.rank.plan, axes.tensor.group, axes.pipeline
     shares_inputs = plan.recompute == "full" and not plan.sequence_parallel
-    group = tensor.group if shares_inputs else SingleRankTensorGroup(tensor.group.meter, pipeline.ranks.device)
+    group = group if shares_inputs else SingleRankTensorGroup(group.meter, pipeline.ranks.device)
     names = recomputed_blocks(pipeline.skeleton, plan.recompute, pipeline.stages.chain.blocks)
-    return RecomputedBlocks(names, group, plan.recompute == "selective", tensor.split_params)
+    return RecomputedBlocks(names, group, plan.recompute == "selective", axes.tensor.split_params)
 
 
 def _take_optimizer(
@@ -251,12 +256,6 @@ def _take_optimizer(
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     refuse_own_state_dict(optimizer)
     return optimizer
-
-
-def _make_objective(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> Objective:
-    check_model_loss(loss, plan)
-    is_batch_split = plan.batch_split.num_parts > 1
-    return Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
 
 
 def _division(plan: Plan) -> LossDivision:
@@ -284,97 +283,27 @@ def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, wor
 
 
 def _make_checks(
-    model: nn.Module,
-    optimizer: Optimizer,
-    plan: Plan,
-    options: StepOptions,
-    calls: CollectiveCalls,
-    stage: StageAssembly,
-    elsewhere: Sequence[str],
+    rank: Rank, options: StepOptions, calls: CollectiveCalls, stage: StageAssembly, elsewhere: Sequence[str]
 ) -> StepChecks:
-    world = calls.world
+    plan, world = rank.plan, rank.world
     return StepChecks(
         calls,
         stage.parts.weights,
         stage.local,
-        optimizer_watch=OptimizerWatch(optimizer, step_hook_conflicts(plan)),
-        norms=watch_norms(model, plan, elsewhere),
+        optimizer_watch=OptimizerWatch(rank.optimizer, step_hook_conflicts(plan)),
+        norms=watch_norms(rank.model, plan, elsewhere),
         duplicate_batches=DuplicateBatches(
             options.same_batches,
             data_ranks=plan.mesh.peers(0, "dp"),  # of the ranks that share samples, the first
             is_log_rank=world.rank == 0,
         ),
         drift_checker=DriftChecker(world, options.drift_check, with_frozen=not plan.batch_split.has_local_batch_norm),
-        nan_guard=NanGuard(world, model, limit=options.skip_nan),
+        nan_guard=NanGuard(world, rank.model, limit=options.skip_nan),
     )
 
 
-def _make_statistics(
-    model: nn.Module, plan: Plan, world: Communicator, meter: CommMeter, pipeline: PipelineAxis
-) -> BatchStatistics:
-    if plan.batch_norm != "sync" or not batch_norms(model):
+def _make_statistics(rank: Rank, pipeline: PipelineAxis) -> BatchStatistics:
+    if rank.plan.batch_norm != "sync" or not batch_norms(rank.model):
         return OwnStatistics()
-    exchange = make_exchange(world, meter, transport=plan.transport)
-    return SyncedStatistics(model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)
-
-
-def _lay_out_batches(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Any] | None,
-    plan: Plan,
-    world: Communicator,
-    meter: CommMeter,
-    axes: _Axes,
-    tensor_calls: TensorCalls,
-    seed: int,
-) -> tuple[BatchLayout, _AxisChecks]:
-    """How batches are laid out, and the checks of the axes by which they or the model are."""
-    tensor, pipeline, pipeline_check = axes
-    slices, checks = DrawSlices(tensor.group.size), _AxisChecks()
-    layout: BatchLayout = WholeSamples(world.device, SplitDropout(model, slices))
-    if loss is not None and plan.cp > 1:
-        ranks = world.along("cp")
-        group = connect_context(ranks, meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
-        check = ContextCheck(pipeline.skeleton, loss, group.spec, world)
-        context = ContextParallel(
-            model, group, world, check=check, num_microbatches=plan.microbatches, draw_slices=slices, seed=seed
-        )
-        checks, layout = checks._replace(context=check), TokenShards(context, world.device)
-    if tensor.is_cut:
-        rules = TensorCheck(pipeline.skeleton, tensor, world, slices, trained=model, loss=loss)
-        checks = checks._replace(tensor=rules)
-        layout = SharedSamples(layout, "tp", tensor_calls.ranks, tensor_calls.agree)
-    if pipeline.is_cut:
-        ranks = pipeline.ranks
-        rows = make_row_exchange(ranks, "batches", meter, choice=plan.transport, first_length=CALL_ROW)
-        agree = functools.partial(tensor_calls.agree_with_stages, rows, ranks)
-        checks = checks._replace(pipeline=pipeline_check)
-        layout = SharedSamples(layout, "pp", ranks, agree, (seed, world.along("dp").rank))
-    return layout, checks
-
-
-def _with_data_checks(
-    of_axes: _AxisChecks,
-    objective: Objective,
-    statistics: BatchStatistics,
-    plan: Plan,
-    weights: Weights,
-    world: Communicator,
-    axes: _Axes,
-) -> list[Check]:
-    """All checks, in order."""
-    storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
-    reason = read_only_reason(plan, storage=storage, master_weights=masters)
-    context = of_axes.context
-    task = CheckedTask(
-        axes.pipeline.skeleton,
-        objective,
-        statistics,
-        plan.batch_split,
-        world,
-        whole_shown_to_loss=axes.pipeline_check.whole_shown_to_loss,
-        shortened=unpack_batch if context is None else context.shortened,
-        is_scale_dependent=lambda: context is not None and context.is_scale_dependent,
-    )
-    forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
-    return [*(check for check in of_axes if check is not None), forwards, GradientCheck(task, forwards)]
+    exchange = make_exchange(rank.world, rank.meter, transport=rank.plan.transport)
+    return SyncedStatistics(rank.model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)

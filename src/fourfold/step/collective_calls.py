@@ -7,9 +7,9 @@ Law: ranks that are in different calls raise DivergenceError; none waits for the
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fourfold.axes.tensor.attach.tensor_calls import TensorCalls
 from fourfold.comm.communicator import Communicator
 from fourfold.orders.sample_order import BatchRange
+from fourfold.proof.attachment import TensorCalls
 from fourfold.words.errors import DivergenceError, FourfoldError, Problem, TaskError
 
 

@@ -32,6 +32,7 @@ from fourfold.model.objective import Objective, StageOutput
 from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.step_hooks import StepHooks
+from fourfold.proof.attachment import Rank
 from fourfold.step.grad_strategies import GradRounds, NormSum
 from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks
 from fourfold.torch_kit.deferred_grads import BackwardHalves
@@ -130,15 +131,10 @@ def pipeline_chunk(
 
 
 def make_chunks(
-    model: nn.Module,
-    objective: Objective,
-    statistics: BatchStatistics,
-    pipeline: PipelineAxis,
-    dry_run: PipelineCheck,
-    halves: BackwardHalves,
-    recomputed: RecomputedBlocks,
+    rank: Rank, pipeline: PipelineAxis, dry_run: PipelineCheck, halves: BackwardHalves, recomputed: RecomputedBlocks
 ) -> dict[int, Chunk]:
     """This rank's stages, by number in the model."""
+    model, objective, statistics = rank.model, rank.objective, rank.statistics
     if not pipeline.is_cut:
         return {0: whole_model_chunk(model, objective, statistics, recomputed.of(model))}
     return {

@@ -25,16 +25,18 @@ from fourfold.axes.context.attach.token_shards import (
     token_shards,
 )
 from fourfold.axes.context.work.attention import context_attention
-from fourfold.axes.context.work.context_group import ContextGroup
+from fourfold.axes.context.work.context_group import ContextGroup, connect_context
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.ring import RingGroup
-from fourfold.model.batch import Microbatch, has_token_dim
+from fourfold.model.batch import Microbatch, has_token_dim, split_microbatches
 from fourfold.model.draw_slices import DrawSlice, DrawSlices
 from fourfold.model.rank_dropout import RankDropout, TaggedDraws, checkpoint_error
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import install_attention
+from fourfold.model.weights import Weights
 from fourfold.orders.sample_order import BatchRange, shard_range
+from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, TensorCalls, no_samples
+from fourfold.proof.checks import Check
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem, is_equal_across_ranks
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import is_in_backward
@@ -100,7 +102,10 @@ class LocalBatch(NamedTuple):
 
 
 class ContextParallel:
-    """The context axis of a step. `seed` is that of attention dropout, the same on all ranks."""
+    """See `BatchLayout`: ranks that differ on cp have shards of the tokens of the same samples.
+
+    `seed` is that of attention dropout, the same on all ranks.
+    """
 
     def __init__(
         self,
@@ -123,12 +128,7 @@ class ContextParallel:
         self._check = check
         self._shard: TokenShard | None = None
 
-    @property
-    def ring_groups(self) -> Sequence[RingGroup]:
-        """The groups through which attention communicates."""
-        return self._context_group.groups
-
-    def shard_batch(self, batch: Any) -> LocalBatch:
+    def _shard_batch(self, batch: Any) -> LocalBatch:
         """This rank's tokens of a batch. Raises TaskError if the batch has no tokens that can be sharded."""
         inputs, targets = inputs_and_targets(batch)
         length = sequence_length((inputs, targets))
@@ -144,13 +144,21 @@ class ContextParallel:
             )
         return LocalBatch((shard_tokens(inputs, shard), local_targets), real_tokens)
 
-    def batch_mismatch(self, batch: Any) -> Problem | None:
-        """What is wrong if the ranks of this cp group have different batches. Collective among them."""
-        return (
-            None
-            if is_equal_across_ranks(batch_digest(batch), self.ring_groups, self._world.device)
-            else batch_mismatch_problem("cp", self._world.along("cp").ranks)
-        )
+    def compare(self, batch: Any) -> tuple[Any, Problem | None]:
+        """See `BatchLayout`."""
+        if is_equal_across_ranks(batch_digest(batch), self._context_group.groups, self._world.device):
+            return batch, None
+        return no_samples(batch), batch_mismatch_problem("cp", self._world.along("cp").ranks)
+
+    @contextlib.contextmanager
+    def microbatches(
+        self, batch: Any, count: int, *, step: int, samples: BatchRange | None
+    ) -> Iterator[list[Microbatch]]:
+        """See `BatchLayout`."""
+        shard, real_tokens = self._shard_batch(batch)
+        microbatches = split_microbatches(shard, count, self._world.device, real_tokens=real_tokens)
+        with self._attention_across_ranks(microbatches, step, samples):
+            yield microbatches
 
     def _check_even_targets(self, targets: Any, length: int) -> None:
         if (ignored_indices := self._check.ignored_indices) is None:
@@ -165,7 +173,7 @@ class ContextParallel:
             check_even_targets(part, shards, ignored_indices, lengths=lengths)
 
     @contextlib.contextmanager
-    def distribute_attention(
+    def _attention_across_ranks(
         self, microbatches: Sequence[Microbatch], step: int, sample_range: BatchRange | None
     ) -> Iterator[None]:
         """Within, attention reaches all tokens of the sequences. `sample_range`: where the batch is in the epoch."""
@@ -197,3 +205,30 @@ class ContextParallel:
             dropout=self._dropout_counter.next_dropout(call) if call.dropout_p else None,
             enable_gqa=call.enable_gqa,
         )
+
+
+def attach(rank: Rank) -> AxisParts[None]:
+    """Nothing of the model is cut: ranks divide the tokens of a batch."""
+    plan, loss = rank.plan, rank.loss
+    if loss is None or plan.cp == 1:
+        return AxisParts(rank, None)
+    check = ContextCheck(rank.skeleton, loss, plan.context_spec, rank.world)
+
+    def checks(rank: Rank, weights: Weights) -> Sequence[Check]:
+        return [check]
+
+    def lay_out(rank: Rank, layout: BatchLayout, calls: TensorCalls) -> BatchLayout:
+        ranks = rank.world.along("cp")
+        group = connect_context(ranks, rank.meter, ring=plan.ring, ulysses=plan.ulysses, transport=plan.transport)
+        return ContextParallel(
+            rank.model,
+            group,
+            rank.world,
+            check=check,
+            num_microbatches=plan.microbatches,
+            draw_slices=rank.draws,
+            seed=rank.seed,
+        )
+
+    rank = rank._replace(shortened=check.shortened, is_scale_dependent=lambda: check.is_scale_dependent)
+    return AxisParts(rank, None, checks, lay_out, divides_samples=True)

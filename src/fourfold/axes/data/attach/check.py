@@ -1,4 +1,4 @@
-"""The checks of the data axis: what a first batch shows of a model and its loss, before a weight changes.
+"""The data axis of a step, and its checks: what a first batch shows of a model and its loss, before a weight changes.
 
 full, parts  a few samples in one forward, and the same samples in two (`forward_comparison.py`)
 float64      some of these samples once more in float64, forward and backward (`loss_check.py`)
@@ -19,8 +19,19 @@ from fourfold.model.batch import num_samples, repeated_and_parts, shorten, subsa
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import Objective
+from fourfold.model.weights import Weights
 from fourfold.plan.batch_split import BatchSplit
-from fourfold.proof.checks import STRICTEST_LOSS_CHECK, Learned, MemoryFit, Report, find_memory_fit, raise_problems
+from fourfold.plan.check import read_only_reason
+from fourfold.proof.attachment import AxisParts, Rank
+from fourfold.proof.checks import (
+    STRICTEST_LOSS_CHECK,
+    Check,
+    Learned,
+    MemoryFit,
+    Report,
+    find_memory_fit,
+    raise_problems,
+)
 from fourfold.proof.forward_comparison import ForwardComparison, compiled_problem, first_sample
 from fourfold.proof.forward_state import differing_across_ranks, sample_dependence_problems
 from fourfold.proof.grad_hook_check import hook_problems
@@ -35,6 +46,29 @@ NUM_CHECKED_SAMPLES = 6  # parts of 2 and 6: a model may mistake a single sample
 NUM_COMPARED_TOKENS, NUM_CHECKED_TOKENS = 256, 96  # of all samples together, in forwards and in float64
 MIN_TOKENS = 16  # of a sample
 log = logging.getLogger("fourfold")
+
+
+def attach(rank: Rank) -> AxisParts[None]:
+    """Nothing is cut: ranks have samples of their own. What a batch must show holds on every axis."""
+    return AxisParts(rank, None, _checks)
+
+
+def _checks(rank: Rank, weights: Weights) -> Sequence[Check]:
+    plan = rank.plan
+    storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
+    reason = read_only_reason(plan, storage=storage, master_weights=masters)
+    task = CheckedTask(
+        rank.skeleton,
+        rank.objective,
+        rank.statistics,
+        plan.batch_split,
+        rank.world,
+        whole_shown_to_loss=rank.whole_shown_to_loss,
+        shortened=rank.shortened,
+        is_scale_dependent=rank.is_scale_dependent,
+    )
+    forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
+    return [forwards, GradientCheck(task, forwards)]
 
 
 class CheckedTask(NamedTuple):

@@ -6,12 +6,13 @@ own    what belongs to this rank's stages
 Law: a rank keeps the weights of its own stages only. Every weight is that of the pipeline's first rank at the start.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fourfold.axes.pipeline.work.chain import StageMap
 from fourfold.axes.pipeline.work.knowledge import Knowledge
@@ -21,9 +22,14 @@ from fourfold.axes.pipeline.work.values import OBJECT, TENSOR, describe, take_ap
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, connect_pair, make_edges
 from fourfold.comm.meter import CommMeter
+from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.tensor_shard import TensorShard
+from fourfold.proof.attachment import Rank
 from fourfold.proof.digests.batches import batch_digest
+from fourfold.proof.random_weights import SEED
+from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.deferred_init import InitialModel, InitialWeights
+from fourfold.torch_kit.model_copy import deep_copy
 from fourfold.torch_kit.torch_private import own_buffers, own_parameters
 from fourfold.words.errors import PlanError, Problem, TaskError
 
@@ -195,11 +201,6 @@ class PipelineAxis(NamedTuple):
         return value
 
 
-def whole_pipeline(model: nn.Module, stages: StageMap, ranks: Communicator) -> PipelineAxis:
-    """One stage, which is the model."""
-    return PipelineAxis(stages, ranks, StageEdges(), model, Knowledge(stages))
-
-
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
     """A nested dict as JSON; its tensors are appended to the list."""
     if isinstance(value, Mapping):
@@ -252,7 +253,7 @@ def take_first_ranks_weights(initial: InitialModel, ranks: Communicator) -> Init
 
 
 @torch.no_grad()
-def load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicator) -> None:
+def _load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicator) -> None:
     """Give the parameters of this rank's stage their values, one at a time. Collective."""
     for name, parameter in initial.model.named_parameters():
         value = initial.weights.whole(parameter)
@@ -260,17 +261,14 @@ def load_own_weights(initial: InitialModel, stages: StageMap, ranks: Communicato
             parameter.data = value
 
 
-def cut(
-    model: nn.Module,
-    skeleton: nn.Module,
-    optimizer: Optimizer,
-    stages: StageMap,
-    ranks: Communicator,
-    meter: CommMeter,
-    *,
-    transport: str,
-) -> PipelineAxis:
-    """Leave this rank's stage in a model and its optimizer, in place; connect it with its neighbours. Collective."""
+def cut(rank: Rank) -> PipelineAxis:
+    """Leave this rank's stage in its model and optimizer, in place; connect it with its neighbours. Collective."""
+    model, stages, ranks = rank.model, rank.stages, rank.world.along("pp")
+    if ranks.size == 1:
+        return PipelineAxis(stages, ranks, StageEdges(), model, Knowledge(stages))
+    if rank.world.along("tp").size == 1:
+        _load_own_weights(rank.initial, stages, ranks)
+    skeleton = make_skeleton(model, rank.plan.precision, [rank.split_tokens.region])
     names = set(model.state_dict(keep_vars=True))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     copies = []
@@ -279,10 +277,10 @@ def cut(
     _drop_other_stages(model, stages, ranks.rank)
     others = frozenset(names - set(model.state_dict(keep_vars=True)))
     kept = {id(p) for p in model.parameters()}
-    for group in optimizer.param_groups:
+    for group in rank.optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    edges = make_edges(ranks, meter, choice=transport, is_ring=stages.num_stages > ranks.size)
-    tied = _connect_tied(parameters, copies, stages, ranks, meter, transport)
+    edges = make_edges(ranks, rank.meter, choice=rank.transport, is_ring=stages.num_stages > ranks.size)
+    tied = _connect_tied(parameters, copies, stages, ranks, rank.meter, rank.transport)
     return PipelineAxis(stages, ranks, edges, skeleton, Knowledge(stages), others, tied)
 
 
@@ -328,3 +326,46 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has a parameter or buffer, and its key there."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
+
+
+# ---- skeleton --------------------------------------------------------------------------------------------------------
+
+
+def make_skeleton(model: nn.Module, precision: str, shared: Iterable[object] = ()) -> nn.Module:
+    """A model with all of its modules and weights of nearly no memory, for dry runs on a rank that has one stage.
+
+    precision  the plan's: the skeleton computes as it says
+    shared     objects that are not copied; modules and buffers are, and all ranks make the same skeleton
+
+    Each weight is a random vector, of which the rows of the weight are windows: row i begins at element i. So a weight
+    [n, m] takes n + m − 1 elements, and its rows differ. Raises TaskError if the model cannot be copied.
+    """
+    full_precision = mixed_precision.full_precision_params(model)
+    memo: dict[int, object] = {id(each): each for each in shared}
+    for name, p in model.named_parameters():
+        dtype = p.dtype
+        if precision != "keep" and name not in full_precision:
+            dtype = getattr(torch, COMPUTE_FORMATS[precision].dtype)
+        memo[id(p)] = nn.Parameter(_windows(name, p, dtype), requires_grad=p.requires_grad)
+    skeleton = deep_copy(model, model, "with pp > 1, a dry run of all stages is made with the copy", memo)
+    if precision != "keep":
+        mixed_precision.cast_model(skeleton, precision)
+    return skeleton
+
+
+@torch.no_grad()
+def _windows(name: str, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Random values in the shape of a parameter. Vectors are positive: the model may take their logarithm or root."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+    generator = torch.Generator().manual_seed(SEED + zlib.crc32(name.encode()))
+    shape = tuple(p.shape)
+    if p.dim() == 0 or 0 in shape:
+        return torch.ones(shape, dtype=dtype, device=p.device)
+    row = math.prod(shape[1:])
+    step = 2 if p.dim() > 1 and shape[-1:] == (2,) else 1  # the model may take such weights as complex numbers
+    values = torch.rand(step * (shape[0] - 1) + row, generator=generator, dtype=torch.float64)
+    values = 0.75 + values / 2 if p.dim() == 1 else (values - 0.5) * math.sqrt(12 / row)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides[0] = step
+    return values.to(p.device, dtype).as_strided(shape, strides)

@@ -1,6 +1,6 @@
-"""Dry run of the pipeline axis: this rank's stages, as they are in a step, compute what the whole model computes.
+"""The pipeline axis of a step. Its check: this rank's stages, as in a step, compute what the whole model does.
 
-skeleton   the model with random weights that take nearly no memory (`skeleton.py`): every rank has all stages of it
+skeleton   the model with random weights that take nearly no memory (`axis.py`): every rank has all stages of it
 recorded   what the modules of the skeleton return and keep, for a few samples (`work/recording.py`)
 rehearsal  a stage of the real model with the skeleton's weights, which gets what was recorded in front of it
            (`rehearsal.py`). What it needs of that is found one after the other: each raises StandInUsed
@@ -9,15 +9,16 @@ else it needs is carried, or the plan is refused.
 """
 
 import contextlib
+import functools
 import itertools
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.axes.pipeline.attach.axis import PipelineAxis
+from fourfold.axes.pipeline.attach.axis import PipelineAxis, cut
 from fourfold.axes.pipeline.attach.rehearsal import NEED, DividedModel, Rehearsal, buffers_of
 from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitTokens
 from fourfold.axes.pipeline.work.knowledge import is_of
@@ -25,11 +26,14 @@ from fourfold.axes.pipeline.work.recording import Recorder, Recording
 from fourfold.axes.pipeline.work.stand_in import BUFFER, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import attributes_of, take_apart, without_caches
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
+from fourfold.comm.row_exchange import make_row_exchange
+from fourfold.comm.tensor.protocol import CALL_ROW, CallMismatch, CheckedTensorGroup
 from fourfold.model.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.model.model_call import call_model, eval_mode
 from fourfold.model.objective import Objective
-from fourfold.proof.checks import Learned, Report, out_of_step_problem, raise_problems
+from fourfold.model.weights import Weights
+from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, SharedSamples, TensorCalls
+from fourfold.proof.checks import Check, Learned, Report, out_of_step_problem, raise_problems
 from fourfold.proof.preserve_module import preserve_module
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import full_backward_hooks, own_parameters
@@ -37,6 +41,32 @@ from fourfold.words.errors import Problem, TaskError
 
 NUM_SAMPLES = 2
 WHERE = "the pipeline"
+
+
+class Pipeline(NamedTuple):
+    """The axis, and what a first batch shows of its stages."""
+
+    axis: PipelineAxis
+    check: "PipelineCheck"
+
+
+def attach(rank: Rank) -> AxisParts[Pipeline]:
+    """Leave this rank's stage of the model. Collective. Raises TaskError if the model cannot be copied."""
+    axis = cut(rank)
+    check = PipelineCheck(rank.model, rank.objective, axis, rank.world, rank.split_tokens)
+    rank = rank._replace(skeleton=axis.skeleton, whole_shown_to_loss=check.whole_shown_to_loss)
+    if not axis.is_cut:
+        return AxisParts(rank, Pipeline(axis, check))
+
+    def checks(rank: Rank, weights: Weights) -> Sequence[Check]:
+        return [check]
+
+    def lay_out(rank: Rank, layout: BatchLayout, calls: TensorCalls) -> BatchLayout:
+        rows = make_row_exchange(axis.ranks, "batches", rank.meter, choice=rank.transport, first_length=CALL_ROW)
+        agree = functools.partial(calls.agree_with_stages, rows, axis.ranks)
+        return SharedSamples(layout, "pp", axis.ranks, agree, (rank.seed, rank.world.along("dp").rank))
+
+    return AxisParts(rank, Pipeline(axis, check), checks, lay_out, f"stages: {axis.edges.name}")
 
 
 class PipelineCheck:

@@ -5,7 +5,7 @@ shards  by parameter: those of all places of the tensor axis, or of this rank's 
 Law: the axis is decided here, once. Where it has one place, nothing differs from a plan without it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 from torch import nn
@@ -25,7 +25,7 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.torch_kit.deferred_init import InitialModel
+from fourfold.proof.attachment import Rank
 
 
 class TensorAxis(NamedTuple):
@@ -113,33 +113,22 @@ def check_rules(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) ->
         model_sequence_parallel(model, model_layout(model, rules, spec), spec.sequence_parallel)
 
 
-def cut(
-    initial: InitialModel,
-    rules: Mapping[str, str],
-    world: Communicator,
-    meter: CommMeter,
-    *,
-    spec: TensorSpec,
-    transport: str,
-    is_own: Callable[[str], bool],
-) -> TensorAxis:
-    """Cut a model into as many parts as the mesh has tensor ranks, in place. Collective.
-
-    spec, transport  the plan's
-    is_own           whether this rank's stage computes with a parameter
+def cut(rank: Rank) -> TensorAxis:
+    """Cut a rank's model into as many parts as the mesh has tensor ranks, in place. Collective.
 
     Whole parameters and buffers are then the first tensor rank's, on all. Raises PlanError if it cannot be split,
     TaskError if it cannot be copied: its structure is kept for the dry run.
     """
-    model, ranks = initial.model, world.along("tp")
+    model, ranks, spec, stages = rank.model, rank.world.along("tp"), rank.plan.tensor_spec, rank.stages
     if ranks.size == 1:
-        place_shards(model, rules, spec)
-        return TensorAxis.whole(model, ranks, meter)
-    layout = model_layout(model, rules, spec)
+        place_shards(model, rank.rules, spec)
+        return TensorAxis.whole(model, ranks, rank.meter)
+    layout = model_layout(model, rank.rules, spec)
     split = model_sequence_parallel(model, layout, spec.sequence_parallel)
     structure = copy_structure(model)
-    group = make_tensor_group(ranks, "tensor", meter, choice=transport)
+    group = make_tensor_group(ranks, "tensor", rank.meter, choice=rank.transport)
     region = SplitRegion(group)
-    cut_model(initial, layout, region, ranks, is_own)
+    pp_index = rank.world.along("pp").rank
+    cut_model(rank.initial, layout, region, ranks, lambda name: stages.place_of(name) == pp_index)
     split_tokens(model, split, region)
     return TensorAxis(layout.shards, group, ranks, region, structure, split)

@@ -1,4 +1,4 @@
-"""The check of the tensor axis: all ranks judge what each has found where the model is cut (`dry_run.py`)."""
+"""The tensor axis of a step. Its check: all ranks judge what each has found where the model is cut (`dry_run.py`)."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fourfold.axes.tensor.attach.axis import TensorAxis
+from fourfold.axes.tensor.attach.axis import TensorAxis, cut
 from fourfold.axes.tensor.attach.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems
 from fourfold.axes.tensor.attach.split_randomness import slices_mismatch, with_slices_of_one_token
@@ -15,7 +15,10 @@ from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import num_samples, shorten, unpack_batch
 from fourfold.model.draw_slices import DrawSlices, FoundDraw
 from fourfold.model.transformers_attention import install_attention
+from fourfold.model.weights import Weights
+from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, SharedSamples, TensorCalls
 from fourfold.proof.checks import (
+    Check,
     Learned,
     MemoryFit,
     Report,
@@ -36,6 +39,23 @@ NUM_LARGEST = (
 )
 WHERE = "the tensor rules"
 log = logging.getLogger("fourfold")
+
+
+def attach(rank: Rank) -> AxisParts[TensorAxis]:
+    """Cut the model among the tensor ranks. Collective. Raises PlanError, TaskError: see `cut`."""
+    axis = cut(rank)
+    split = rank.split_tokens._replace(entries=axis.sequence_parallel.entries, region=axis.region)
+    rank = rank._replace(split_tokens=split)
+    if not axis.is_cut:
+        return AxisParts(rank, axis)
+
+    def checks(rank: Rank, weights: Weights) -> Sequence[Check]:
+        return [TensorCheck(rank.skeleton, axis, rank.world, rank.draws, trained=rank.model, loss=rank.loss)]
+
+    def lay_out(rank: Rank, layout: BatchLayout, calls: TensorCalls) -> BatchLayout:
+        return SharedSamples(layout, "tp", calls.ranks, calls.agree)
+
+    return AxisParts(rank, axis, checks, lay_out, f"tensor ranks: {axis.group.name}")
 
 
 class TensorCheck:
