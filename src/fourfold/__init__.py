@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
     from fourfold.step.distributed_optimizer import DistributedOptimizer
-    from fourfold.step.metrics import Metrics
     from fourfold.step.parallelize import parallelize
+    from fourfold.step.step_runner import Metrics
     from fourfold.step.train_step import TrainStep
     from fourfold.trainer.train import train
     from fourfold.words.callback import Callback

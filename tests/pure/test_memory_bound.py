@@ -17,8 +17,8 @@ from fourfold.feed import unpacked
 from fourfold.feed.source import fetch
 from fourfold.model.model_call import call_model
 from fourfold.step import memory_bound
+from fourfold.step.initial_model import build_meta_model
 from fourfold.step.memory_bound import MemoryPool, activation_bytes_per_sample, measure_bound
-from fourfold.step.meta_model import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.testing.saved_tensors import recording_saved
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map

@@ -16,7 +16,7 @@ from fourfold.plan.plan import Plan
 from fourfold.report import charts, html_page, page, run_record, step_timeline, svg
 from fourfold.report.page import key_figures
 from fourfold.report.style import CSS
-from fourfold.step.metrics import Metrics
+from fourfold.step.step_runner import Metrics
 from fourfold.trace.trace_file import Event, Trace, encode_trace
 from fourfold.trainer import progress
 from fourfold.trainer.meters import Throughput

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fourfold.feed.batches import Batch
-from fourfold.model.draw_slices import DrawSlices
-from fourfold.model.rank_dropout import RankDropout, TaggedDraws
+from fourfold.model.rank_dropout import DrawSlices, RankDropout, TaggedDraws
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.plan import Plan

@@ -11,7 +11,7 @@ import torch
 import fourfold as ff
 from fourfold.feed.feed import Feed
 from fourfold.report.run_record import read_run
-from fourfold.step.metrics import Metrics
+from fourfold.step.step_runner import Metrics
 from fourfold.testing import threads
 from fourfold.trainer.meters import MAX_STEPS, MIN_STEPS, DataMeter
 from tests.simulated.test_stragglers import MemoryLog

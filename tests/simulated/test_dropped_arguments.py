@@ -17,8 +17,8 @@ from fourfold.model.torch_losses import observing
 from fourfold.plan.plan import Plan
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.weight_write_check import WeightWriteTracker
+from fourfold.step.initial_model import _SkipRandomInit
 from fourfold.step.memory_bound import _LayerInputMode
-from fourfold.step.meta_model import _SkipRandomInit
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.axes.context.attach import grad_sum_check
 from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult
+from fourfold.axes.context.attach.losses import gradient_sum_problem
 from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.plan.plan import Plan
@@ -160,7 +160,7 @@ def sums_problem(model: nn.Module, results: list[DryRunResult]):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     gradients = [each.grad_projections for each in results if each.grad_projections is not None]
     assert len(gradients) == len(results)
-    return grad_sum_check.gradient_sum_problem(names, gradients)
+    return gradient_sum_problem(names, gradients)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

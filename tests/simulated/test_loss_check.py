@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.data.attach import check as first_batch
-from fourfold.model.loss_function import UserLoss
-from fourfold.model.objective import Objective
+from fourfold.model.objective import Objective, UserLoss
 from fourfold.plan.plan import Plan
 from fourfold.proof import loss_check
 from fourfold.proof.checks import LOSS_CHECKS, STRICTEST_LOSS_CHECK, MemoryFit

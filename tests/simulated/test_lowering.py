@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.model.model_specs import model_specs, update_spec
+from fourfold.model.weights import model_specs, update_spec
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology

@@ -11,7 +11,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.axes.tensor.attach.axis import place_shards
-from fourfold.model.model_specs import model_specs, update_spec
+from fourfold.model.weights import model_specs, update_spec
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology

@@ -12,7 +12,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.feed.source import TensorSource
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model
 from fourfold.words.errors import TaskError
 
 PLAIN_PLAN = ff.Plan(dp=2, zero=1, outer_lr=0.5, transport="gloo")

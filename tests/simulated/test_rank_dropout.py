@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.tensor.attach.module_trace import TensorPlace
 from fourfold.axes.tensor.attach.split_randomness import find_slice, slices_mismatch
-from fourfold.model.draw_slices import DrawSlice, DrawSlices, FoundDraw
-from fourfold.model.rank_dropout import RankDropout, SplitDropout, TaggedDraws
+from fourfold.model.rank_dropout import DrawSlice, DrawSlices, FoundDraw, RankDropout, SplitDropout, TaggedDraws
 from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 from fourfold.words.errors import TaskError

@@ -11,7 +11,7 @@ from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
 from fourfold.show.describe import show
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model
 from fourfold.tasks import digits, lm
 from fourfold.words.errors import PlanError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fourfold.axes.tensor.attach.axis import place_shards
-from fourfold.model.model_specs import num_parameters
+from fourfold.model.weights import num_parameters
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

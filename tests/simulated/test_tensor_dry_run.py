@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fourfold.axes.tensor.attach.check import TensorCheck, drawn_bytes
 from fourfold.axes.tensor.attach.dry_run import TensorMemoryFit
 from fourfold.axes.tensor.work.layers import SplitLayer
-from fourfold.model.draw_slices import DrawSlices, FoundDraw
+from fourfold.model.rank_dropout import DrawSlices, FoundDraw
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_memory import PeakMemory

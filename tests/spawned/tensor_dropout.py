@@ -16,7 +16,7 @@ from fourfold.axes.context.attach.check import ContextCheck
 from fourfold.axes.data.attach.check import ForwardCheck
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.model.draw_slices import DrawSlices
+from fourfold.model.rank_dropout import DrawSlices
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.torch_private import is_in_backward
 from tests import cases

@@ -23,8 +23,7 @@ from fourfold.plan.checkpoint_boxes import Part, Shape
 from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
-from fourfold.step.persistent_state import SavedState
-from fourfold.step.state_validation import optimizer_problems
+from fourfold.step.persistent_state import SavedState, optimizer_problems
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.dtypes import accumulation_dtype
 from fourfold.torch_kit.generators import generators_of

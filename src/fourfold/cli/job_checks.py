@@ -61,7 +61,7 @@ def check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any
 def check_init(task: Task, init: str | None) -> None:
     """Raises SettingError or CheckpointError where the files of initial weights are missing or another model's."""
     from fourfold.checkpoint.initial_weights import check_weights
-    from fourfold.step.meta_model import build_meta_model
+    from fourfold.step.initial_model import build_meta_model
 
     if init is not None:
         check_init_path(init)

@@ -7,22 +7,29 @@ whole     a tensor as large as a parameter of the whole model; in `model` there 
           axis holds of it
 Law: a read gives the precise weights; a write replaces both.
 Law: what would make a step train other tensors than the model's is reported before the step.
+Law: a meta model has the same specs as the model itself.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.axes.data.work.weight_edits import WeightEdits
-from fourfold.axes.data.work.weight_storage import WeightStorage
+from fourfold.axes.data.work.weight_storage import NO_SHARDS, WeightStorage, param_specs
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.rank_layout import RankLayout
 from fourfold.optim.master_weights import MasterWeights
+from fourfold.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
+from fourfold.plan.tensor_shard import TensorShard
+from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.param_access import untracked_access
 from fourfold.torch_kit.torch_private import own_children, own_parameters
 from fourfold.words.errors import Problem, TaskError
@@ -274,3 +281,34 @@ class Weights:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         for name, weight in self.master_weights.replace_in(self.storage.named_weights()):
             yield name, self.whole_tensors.whole(name, weight).to(weight.device)
+
+
+# ---- model specs ----------------------------------------------------------------------------------------------------
+
+
+def model_specs(
+    model: nn.Module, optimizer: Optimizer, shards: Mapping[str, Sequence[TensorShard]] = NO_SHARDS
+) -> list[ParamSpec]:
+    """The trained parameters, in order of definition. `shards`: of the places of the tensor axis; empty: tp = 1."""
+    trainable = trainable_parameters(model)
+    return param_specs(trainable, group_indices(optimizer, trainable), shards)
+
+
+def num_parameters(model: nn.Module, shards: Mapping[str, TensorShard]) -> int:
+    """The elements of all parameters of the whole model. `shards`: what this rank holds of those that are cut."""
+    shapes = (shards[name].shape if name in shards else p.shape for name, p in model.named_parameters())
+    return sum(map(math.prod, shapes))
+
+
+def update_spec(
+    model: nn.Module, optimizer: Optimizer, *, clip: float | None = None, counts_states: bool = False
+) -> UpdateSpec:
+    """How the step updates. `counts_states`: find out how many states there are, by a trial step for each group."""
+    groups = range(len(optimizer.param_groups)) if counts_states else ()
+    return UpdateSpec(
+        clip,
+        type(optimizer).__name__,
+        is_layerwise=is_layerwise(optimizer),
+        num_states=tuple(num_state_tensors(optimizer, group) for group in groups),
+        full_precision_params=frozenset(mixed_precision.full_precision_params(model)),
+    )

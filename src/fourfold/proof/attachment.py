@@ -24,9 +24,8 @@ from fourfold.comm.row_exchange import RowExchange
 from fourfold.comm.tensor.protocol import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
 from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.model.batch_statistics import BatchStatistics
-from fourfold.model.draw_slices import DrawSlices
 from fourfold.model.objective import Objective
-from fourfold.model.rank_dropout import SplitDropout
+from fourfold.model.rank_dropout import DrawSlices, SplitDropout
 from fourfold.model.weights import Weights
 from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.plan import Plan

@@ -26,11 +26,16 @@ from fourfold.model.batch import Microbatch, num_samples, unpack_batch
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.loss_sum import MEND, is_uneven, uneven_problem
 from fourfold.model.objective import ForwardResult, Objective
-from fourfold.proof.backward import run_backward
-from fourfold.proof.checks import LOSS_CHECKS, CheckConfig, CheckUnavailable, MemoryFit, summarize_error
+from fourfold.proof.checks import (
+    LOSS_CHECKS,
+    CheckConfig,
+    CheckUnavailable,
+    MemoryFit,
+    preserve_module,
+    summarize_error,
+)
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
-from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients
-from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients, run_backward
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_parameters, copy_tensor_attributes
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map

@@ -19,7 +19,7 @@ from fourfold.axes.pipeline.show import format_pipeline
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.tensor.show import format_tensor
 from fourfold.model.batch_statistics import batch_norms, uses_batch_stats
-from fourfold.model.model_specs import update_spec
+from fourfold.model.weights import update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.batch_norm import statistics_sent_bytes
 from fourfold.plan.lowering import Blueprint, StageBuckets, bytes_by_bucket, lower, stage_sent_bytes
@@ -28,7 +28,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.precision import REDUCE_FORMATS, has_master_weights
 from fourfold.plan.topology import Topology
 from fourfold.step.argument_checks import check_plan_argument
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model
 from fourfold.step.model_checks import check_plan_for_model
 from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.recomputed_blocks import recomputed_blocks

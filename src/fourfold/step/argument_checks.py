@@ -6,7 +6,8 @@ nor changed.
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -14,9 +15,42 @@ from torch.optim import Optimizer
 
 from fourfold.comm import init
 from fourfold.optim.optimizer_proxy import OptimizerProxy
+from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks
 from fourfold.words.errors import OptimizerError, PlanError, Problem, SettingError
+
+# ---- step options ---------------------------------------------------------------------------------------------------
+
+
+class StepOptions(NamedTuple):
+    """The keywords of `ff.parallelize`, which says what they mean."""
+
+    clip: float | None = None
+    seed: int = 0
+    skip_nan: int = 0
+    same_batches: str = "error"
+    drift_check: int = DRIFT_CHECK
+    tensor: Mapping[str, str] = {}
+
+    def compared(self, *, shares_samples: bool) -> dict[str, Any]:
+        """What must be the same on all ranks: the seed too where ranks share samples, and draw alike for them."""
+        return {name: value for name, value in self._asdict().items() if name != "seed" or shares_samples}
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of `StepOptions`, as keywords."""
+
+    clip: float | None
+    seed: int
+    skip_nan: int
+    same_batches: str
+    drift_check: int
+    tensor: Mapping[str, str]
+
+
+# ---- argument checks ------------------------------------------------------------------------------------------------
+
 
 WRAPPER_PLAN_FIELDS = ("dp", "bucket_bytes", "unused", "batch_norm", "transport")
 """The fields of a plan that a DistributedOptimizer carries out."""

@@ -34,10 +34,8 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import ScalarReducer
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
-from fourfold.model.draw_slices import DrawSlices
-from fourfold.model.loss_function import ModelLoss, UserLoss
-from fourfold.model.objective import Objective
-from fourfold.model.rank_dropout import SplitDropout
+from fourfold.model.objective import ModelLoss, Objective, UserLoss
+from fourfold.model.rank_dropout import DrawSlices, SplitDropout
 from fourfold.model.weights import Weights
 from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.batch_split import BatchSplit
@@ -50,24 +48,29 @@ from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import build_digest, check_same_optimizer
 from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step.across_steps import make_across_steps, num_channels
-from fourfold.step.collective_calls import CollectiveCalls
-from fourfold.step.forward_fusion import DeferredUpdates
+from fourfold.step.argument_checks import StepOptions
 from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount, LossDivision
-from fourfold.step.model_checks import check_model_loss, check_specs, check_update_timing, watch_norms
+from fourfold.step.model_checks import (
+    OptimizerWatch,
+    check_model_loss,
+    check_specs,
+    check_update_timing,
+    check_user_optimizer,
+    refuse_own_state_dict,
+    watch_norms,
+)
 from fourfold.step.model_layout import laid_out_specs, whole_specs
-from fourfold.step.nan_guard import NanGuard
-from fourfold.step.optimizer_checks import OptimizerWatch, check_user_optimizer, refuse_own_state_dict
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.recomputed_blocks import RecomputedBlocks, recomputed_blocks
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
-from fourfold.step.step_checks import StepChecks
-from fourfold.step.step_options import StepOptions
+from fourfold.step.step_checks import CollectiveCalls, NanGuard, StepChecks
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS, StepParts
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
+    DeferredUpdates,
     ImmediateUpdates,
     UpdateInForward,
     UpdateTiming,

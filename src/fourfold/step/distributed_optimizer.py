@@ -41,13 +41,19 @@ from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import check_same_build
 from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step import argument_checks
-from fourfold.step.closure_losses import ClosureLosses, MeanLosses, OwnLosses, uses_loss
-from fourfold.step.grad_averager import AllUsed, GradAverager, UsedOnSomeRanks
-from fourfold.step.memory_formats import MemoryFormats, shape_and_strides
+from fourfold.step.grad_averager import AllUsed, GradAverager, MemoryFormats, UsedOnSomeRanks, shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
-from fourfold.step.optimizer_steps import OptimizerSteps, StepCheck
-from fourfold.step.unreduced_grads import ReducedGrad, UnreducedGrads
-from fourfold.step.wrapper_checks import WrapperChecks
+from fourfold.step.optimizer_steps import (
+    ClosureLosses,
+    MeanLosses,
+    OptimizerSteps,
+    OwnLosses,
+    ReducedGrad,
+    StepCheck,
+    UnreducedGrads,
+    WrapperChecks,
+    uses_loss,
+)
 from fourfold.torch_kit.activation_checkpoints import is_in_reentrant_backward
 from fourfold.torch_kit.grad_hooks import register_last_hook
 from fourfold.torch_kit.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id

@@ -27,8 +27,7 @@ from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.source import CollatedSource
 from fourfold.feed.stream import Stream
 from fourfold.model.model_call import call_model
-from fourfold.model.model_specs import update_spec
-from fourfold.model.weights import trainable_parameters
+from fourfold.model.weights import trainable_parameters, update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan

@@ -13,7 +13,7 @@ from fourfold.axes.pipeline.rules.division import StageSpec
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.axes.tensor.rules.dims import TensorSpec
-from fourfold.model.model_specs import model_specs, update_spec
+from fourfold.model.weights import model_specs, update_spec
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 
 

@@ -23,16 +23,15 @@ from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.plan.rng import generator_seed, random_place
 from fourfold.step.argument_checks import check_arguments
-from fourfold.step.initial_model import make_initial_model
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model, make_initial_model
 from fourfold.step.model_checks import (
     check_model_loss,
     check_specs,
     check_update_timing,
+    check_user_optimizer,
     model_plan_problems,
 )
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.step.optimizer_checks import check_user_optimizer
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.torch_kit.shared_memory import check_weights_apart

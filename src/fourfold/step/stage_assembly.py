@@ -39,7 +39,6 @@ from fourfold.optim.step_hooks import StepHooks
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
-from fourfold.step.codec_state import CodecState, make_codecs
 from fourfold.step.grad_strategies import (
     GradScaling,
     LocalSteps,
@@ -53,7 +52,7 @@ from fourfold.step.grad_strategies import (
     make_scaling,
 )
 from fourfold.step.model_layout import WholeModelSpecs
-from fourfold.step.persistent_state import PersistentState
+from fourfold.step.persistent_state import CodecState, PersistentState, make_codecs
 from fourfold.step.stage import Chunk, Stage
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.deferred_grads import BackwardHalves

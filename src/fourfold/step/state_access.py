@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.proof.digests.weights import BUFFERS, FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
-from fourfold.step import state_validation
 from fourfold.step.assembly import Assembly
-from fourfold.step.persistent_state import SavedState, cloned, local_state, readers_of
+from fourfold.step.persistent_state import SavedState, cloned, local_state, readers_of, state_problems, weight_problems
 from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.words.errors import Problem, TrainingError
 
@@ -63,7 +62,7 @@ class StateAccess:
         self._calls.enter("load_weights()")  # all ranks are here: none reads weights
         values = self._assembly.pipeline.restricted(values) if isinstance(values, Mapping) else values
         whole_tensors, trainable = self._weights.whole_tensors, self._weights.trainable
-        problems = state_validation.weight_problems(values, trainable, whole_tensors.shape)
+        problems = weight_problems(values, trainable, whole_tensors.shape)
         self._calls.raise_on_all_ranks(problems, where="the weights")
         self._timing.flush()
         local = {name: whole_tensors.local(name, value) for name, value in values.items()}
@@ -111,7 +110,7 @@ class StateAccess:
         self._calls.enter("load_state_dict()")
         state = self._own_state(state)
         optimizer, weights = self._assembly.optimizer, self._weights
-        problems = state_validation.state_problems(
+        problems = state_problems(
             state, weights.model_state_dict(), weights.trainable, optimizer, weights.whole_tensors.shape
         )
         self._calls.raise_on_all_ranks(problems, where="the state")

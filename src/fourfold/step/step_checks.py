@@ -1,24 +1,217 @@
 """Step checks: what is compared and refused around a step, before a weight changes and after it.
 
+call      a collective call and its step, such as "evaluate() after step 6"
+bad step  a step whose global loss, or gradient norm if one is measured, is not finite
 Law: what the user has changed since the build, and a step would ignore, is reported before the step.
+Law: ranks that are in different calls raise DivergenceError; none waits for the others forever.
+Law: all ranks skip the same steps. A skipped step changes neither weights nor optimizer states nor the model's buffers;
+the order of the samples goes on.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from fourfold.comm.communicator import Communicator
 from fourfold.comm.reduce.divergence_report import with_options
 from fourfold.model.batch_statistics import NormWatch
 from fourfold.model.weights import Weights
 from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.intervals import is_due
+from fourfold.proof.attachment import TensorCalls
 from fourfold.proof.digests.batches import DuplicateBatches, check_same_source, samples_digest
 from fourfold.proof.digests.weights import DriftChecker, ReplicatedTensor
-from fourfold.step.collective_calls import CollectiveCalls, with_samples
 from fourfold.step.grad_strategies import LocalSteps
-from fourfold.step.nan_guard import NanGuard, Skipped
-from fourfold.step.optimizer_checks import OptimizerWatch
-from fourfold.step.step_state import StepState
-from fourfold.words.errors import OptimizerError, TaskError
+from fourfold.step.model_checks import OptimizerWatch
+from fourfold.step.step_state import ALL_DAMAGED, NO_ELEMENTS, StepState
+from fourfold.torch_kit.torch_private import version_of
+from fourfold.words.errors import DivergenceError, FourfoldError, OptimizerError, Problem, TaskError, TrainingError
+
+# ---- collective calls -----------------------------------------------------------------------------------------------
+
+
+class CollectiveCalls:
+    """The calls of one rank on its step."""
+
+    def __init__(self, world: Communicator, checker: TensorCalls) -> None:
+        self.world, self.checker = world, checker
+        self.num_steps = 0
+        """Steps done, including those before a resume: calls name them."""
+
+    def begin(self, call: str, samples: BatchRange | None = None) -> None:
+        """Begin a call. Does not wait: the next sum of the loss compares the calls."""
+        self.checker.begin(with_samples(f"{call} after step {self.num_steps}", samples))
+
+    def begin_among_tensor_ranks(self, call: str) -> None:
+        """Begin a call, and wait until the tensor ranks of this place have begun it: they compute in it together."""
+        self.begin(call)
+        self.checker.meet()
+
+    def meet_tensor_ranks(self, part: str) -> None:
+        """Wait until the tensor ranks of this place are in this part of the call. Raises DivergenceError."""
+        self.checker.meet(part)
+
+    def begin_step(self, call: str) -> None:
+        """Begin a step; `call` names it."""
+        self.checker.begin(call)
+
+    def enter(self, call: str) -> None:
+        """Begin a call, and wait until all ranks have begun it. Raises DivergenceError."""
+        self.begin(call)
+        self.checker.check_same()
+
+    def check_same(self) -> None:
+        """Wait until all ranks have begun this call. Raises DivergenceError."""
+        self.checker.check_same()
+
+    def raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
+        """Raise this rank's error, and DivergenceError on the ranks that do not have it; on other stages PeerError."""
+        self.checker.begin(call)
+        try:
+            self.checker.check_same()
+        except DivergenceError as divergence:
+            if self.world.along("pp").size > 1:
+                self.world.leave()  # other stages may wait for this one where they compare batches
+            raise error from divergence
+        raise error
+
+    def raise_on_all_ranks(self, problems: Sequence[Problem], *, where: str) -> None:
+        """Raise TaskError on every rank if any rank has a problem, so that none waits for another. Collective."""
+        by_rank: list[Any] = self.world.all_gather_json(problems)
+        distinct = dict.fromkeys(tuple(problem) for each in by_rank for problem in each)
+        if distinct:
+            raise TaskError([Problem(*each) for each in distinct], where=where)
+
+
+def with_samples(call: str, samples: BatchRange | None) -> str:
+    """The call, and its samples in the feed's order if known: ranks in the same step may be at different batches."""
+    return call if samples is None else f"{call}, {samples}, {samples.num_samples} samples"
+
+
+# ---- nan guard ------------------------------------------------------------------------------------------------------
+
+
+MAX_NAMED_SAMPLES = 64  # of one rank, in a message
+
+
+class Skipped(NamedTuple):
+    """A skipped step. `rank`: the rank whose loss was not finite; None if there were several, or none."""
+
+    text: str
+    rank: int | None
+
+
+class BadStepPolicy(Protocol):
+    """What becomes of bad steps."""
+
+    def save_buffers(self) -> None:
+        """Before a step: copy the buffers that forward may change, such as running statistics."""
+        ...
+
+    def accept(self) -> None:
+        """A step was good."""
+        ...
+
+    def skip(self, text: str) -> None:
+        """Undo a bad step, which `text` describes. Raises TrainingError if it must not be skipped."""
+        ...
+
+
+class RefuseBadSteps:
+    """The first bad step ends the training: there is nothing to undo."""
+
+    def save_buffers(self) -> None:
+        pass
+
+    def accept(self) -> None:
+        pass
+
+    def skip(self, text: str) -> None:
+        raise TrainingError(
+            Problem(text, "a finite loss and gradient", "skip_nan=10 to skip such steps"), where="training"
+        )
+
+
+class SkipBadSteps:
+    """At most `limit` bad steps in a row are skipped."""
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        self._model, self._limit = model, limit
+        self._num_in_a_row = 0
+        self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    @torch.no_grad()
+    def save_buffers(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            saved = self._buffers.get(name)
+            if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
+                self._buffers[name] = buffer, version_of(buffer), buffer.clone()
+
+    def accept(self) -> None:
+        self._num_in_a_row = 0
+
+    @torch.no_grad()
+    def skip(self, text: str) -> None:
+        for buffer, version, saved in self._buffers.values():
+            if version_of(buffer) != version:
+                buffer.copy_(saved)
+        self._num_in_a_row += 1
+        if self._num_in_a_row > self._limit:
+            need = f"at most skip_nan = {self._limit} such steps in a row"
+            raise TrainingError(Problem(f"{text}; the {self._limit} steps before were bad too", need), where="training")
+
+
+class NanGuard:
+    """Checks each step of one rank; `limit` is how many steps in a row may be skipped."""
+
+    def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
+        self._communicator = communicator
+        self.policy: BadStepPolicy = SkipBadSteps(model, limit) if limit else RefuseBadSteps()
+
+    def check(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped | None:
+        """After a step: None if it was good. Collective if it was bad.
+
+        `samples`: of the batch, if known. Raises TrainingError if the step is bad and must not be skipped.
+        """
+        if state.bad_reason is None:
+            self.policy.accept()
+            return None
+        if state.bad_reason == ALL_DAMAGED:  # there is no forward to undo, and nothing that skip_nan should count
+            return Skipped(f"step {step}: {ALL_DAMAGED}", None)
+        skipped = self._describe(state, step, samples)
+        self.policy.skip(skipped.text)
+        return skipped
+
+    def _describe(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped:
+        bad = [index for microbatch in state.nonfinite_microbatches() for index in microbatch]
+        if samples is not None:
+            ids = samples.sample_ids()
+            # If every rank's loss is finite, all samples are named: the gradient may be that of any of them.
+            names: list[Any] = [[ids[index] for index in bad], ids]
+        else:
+            names = [bad, []]
+        by_rank = self._communicator.all_gather_json([len(bad) > 0, *names])
+        bad_ranks = [rank for rank, (is_bad, _, _) in enumerate(by_rank) if is_bad]
+        noun = "samples" if samples is not None else "samples of its batch"
+        if bad_ranks:
+            parts = [f"rank {rank}, {noun} {sample_list(by_rank[rank][1])}" for rank in bad_ranks]
+        else:
+            parts = [f"rank {rank}, {noun} {sample_list(ids)}" for rank, (_, _, ids) in enumerate(by_rank) if ids]
+            parts = [*(["every rank's own loss is finite"] if state.bad_reason != NO_ELEMENTS else []), *parts]
+        place = "" if samples is None else f" ({samples})"
+        text = f"step {step}: {'; '.join([str(state.bad_reason), *parts])}{place}"
+        return Skipped(text, bad_ranks[0] if len(bad_ranks) == 1 else None)
+
+
+def sample_list(numbers: list[int], *, limit: int = MAX_NAMED_SAMPLES) -> str:
+    """The numbers of a rank's samples, for a message."""
+    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    return ", ".join(map(str, numbers[:limit])) + more
+
+
+# ---- step checks ----------------------------------------------------------------------------------------------------
 
 
 class StepChecks:

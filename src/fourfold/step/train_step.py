@@ -25,14 +25,12 @@ from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
+from fourfold.step.argument_checks import StepKeywords, StepOptions
 from fourfold.step.assembly import assemble
-from fourfold.step.codec_state import CodecState
-from fourfold.step.metrics import Metrics
 from fourfold.step.model_checks import join_mesh
-from fourfold.step.persistent_state import SavedState
+from fourfold.step.persistent_state import CodecState, SavedState
 from fourfold.step.state_access import StateAccess
-from fourfold.step.step_options import StepKeywords, StepOptions
-from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, StepRunner
+from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, Metrics, StepRunner
 from fourfold.torch_kit.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
 from fourfold.torch_kit.tensor_tree import is_plain
 from fourfold.words.errors import Problem, SettingError

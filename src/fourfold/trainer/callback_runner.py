@@ -13,9 +13,9 @@ import msgspec
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.writer import WrittenCheckpoint
-from fourfold.model.model_specs import num_parameters
+from fourfold.model.weights import num_parameters
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.step.metrics import Metrics
+from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.callbacks.registry import unique_names
 from fourfold.trainer.heartbeat import Heartbeat

@@ -23,7 +23,7 @@ from fourfold.feed.feed import Feed
 from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_problem
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
-from fourfold.step.metrics import Metrics
+from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.evaluate import evaluate

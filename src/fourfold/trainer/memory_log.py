@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fourfold.environment.host_limits import resident_bytes
-from fourfold.model.model_specs import update_spec
+from fourfold.model.weights import update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.lowering import lower
 from fourfold.step.model_layout import laid_out_specs

@@ -22,7 +22,7 @@ from statistics import median, median_high
 from typing import Any, Protocol
 
 from fourfold.feed.feed import Feed
-from fourfold.step.metrics import Metrics
+from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
 from fourfold.words.measures import waiting_fraction

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from fourfold.axes.pipeline.rules.edges import edge_note
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
-from fourfold.model.model_specs import num_parameters
+from fourfold.model.weights import num_parameters
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.plan.plan import Plan
-from fourfold.step.metrics import Metrics
-from fourfold.step.nan_guard import Skipped
+from fourfold.step.step_checks import Skipped
+from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import fault_log
 from fourfold.trainer.fault_log import Fault

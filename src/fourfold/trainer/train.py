@@ -25,8 +25,8 @@ from fourfold.feed.feed import Feed
 from fourfold.optim.ema import EMA
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_plan_argument
+from fourfold.step.initial_model import try_meta_model
 from fourfold.step.memory_bound import check_memory
-from fourfold.step.meta_model import try_meta_model
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.trainer import heartbeat as heartbeat_module

@@ -18,11 +18,11 @@ from fourfold.comm.communicator import Communicator
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prices import GroupShape
+from fourfold.step.argument_checks import StepOptions
 from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.stage import Stage
-from fourfold.step.step_options import StepOptions
 from fourfold.words.task import Task
 
 BLOCKS_OF_A_KIND = 3

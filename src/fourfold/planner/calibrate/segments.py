@@ -29,7 +29,7 @@ from fourfold.planner.calibrate.probe import Probe, Shortened, make_probe, short
 from fourfold.planner.calibrate.timing import Turns, now, of_slowest_rank
 from fourfold.planner.predict.calibration import Curve, Cut, SegmentRecord, signature
 from fourfold.planner.predict.facts import FactsSource, ModelFacts, SegmentFacts
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model
 from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import PlanError, TaskError

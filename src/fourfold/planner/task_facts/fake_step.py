@@ -33,7 +33,7 @@ from fourfold.planner.task_facts.fake_attention import FakeAttention
 from fourfold.planner.task_facts.fake_ranks import META, FakeTensorGroup, FakeTensorRanks
 from fourfold.planner.task_facts.operations import Kernel, KernelRecorder, MetaCalls
 from fourfold.planner.task_facts.segments import SegmentTracker
-from fourfold.step.meta_model import try_meta_model
+from fourfold.step.initial_model import try_meta_model
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.torch_kit.tensor_tree import tree_map

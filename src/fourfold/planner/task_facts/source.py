@@ -23,7 +23,7 @@ from fourfold.feed.sample_rng import fetch_one
 from fourfold.feed.stream import Stream
 from fourfold.model.batch import find_positions, unpack_batch
 from fourfold.model.batch_statistics import batch_norms, uses_batch_stats
-from fourfold.model.model_specs import update_spec
+from fourfold.model.weights import update_spec
 from fourfold.optim.user_optimizer import build_optimizer
 from fourfold.plan.check import param_problems
 from fourfold.plan.model_traits import ModelTraits
@@ -45,7 +45,7 @@ from fourfold.planner.task_facts.fake_step import (
 )
 from fourfold.planner.task_facts.operations import MetaCalls, operations_of_sample
 from fourfold.planner.task_facts.segments import Boundary, equal_blocks
-from fourfold.step.meta_model import build_meta_model
+from fourfold.step.initial_model import build_meta_model
 from fourfold.step.model_checks import model_traits
 from fourfold.step.model_layout import on_stages, tensor_specs
 from fourfold.words.errors import PlanError, Problem, TaskError, TrainingError

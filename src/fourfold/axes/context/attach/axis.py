@@ -29,8 +29,7 @@ from fourfold.axes.context.work.context_group import ContextGroup, connect_conte
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import Microbatch, has_token_dim, split_microbatches
-from fourfold.model.draw_slices import DrawSlice, DrawSlices
-from fourfold.model.rank_dropout import RankDropout, TaggedDraws, checkpoint_error
+from fourfold.model.rank_dropout import DrawSlice, DrawSlices, RankDropout, TaggedDraws, checkpoint_error
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import install_attention
 from fourfold.model.weights import Weights

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult, truncate_batch
-from fourfold.axes.context.attach.grad_sum_check import GradProjections, gradient_sum_problem
 from fourfold.axes.context.attach.losses import (
+    GradProjections,
     LossSum,
     ObservedLoss,
     gradient_problem,
+    gradient_sum_problem,
     loss_sum_problem,
     non_mean_problem,
     observe_losses,

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.grad_sum_check import GradProjections
-from fourfold.axes.context.attach.module_tracker import ModuleTracker
+from fourfold.axes.context.attach.attention_replay import ModuleTracker
+from fourfold.axes.context.attach.losses import GradProjections
 from fourfold.axes.context.attach.shard_comparison import ShardComparison, ShardMismatch
 from fourfold.axes.context.attach.token_shards import TokenShard
 from fourfold.axes.context.rules.layout import DP_INSTEAD
@@ -32,8 +32,8 @@ from fourfold.proof.checks import (
     CheckConfig,
     CheckUnavailable,
     MemoryFit,
+    preserve_module,
 )
-from fourfold.proof.preserve_module import preserve_module
 from fourfold.proof.weight_write_check import EDIT_ADVICE, WeightWriteTracker, describe_trained
 from fourfold.torch_kit.tensor_tree import tree_map
 from fourfold.words.errors import Problem, TaskError

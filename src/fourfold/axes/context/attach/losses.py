@@ -1,25 +1,30 @@
-"""Losses with cp > 1: whether the losses of token shards add up to the loss of all tokens.
+"""Losses with cp > 1: whether losses and gradients of token shards add up to those of all tokens.
 
 mean     a scalar loss must be torch's own mean of all elements, so that the number of elements is known
 even     each rank has the same number of elements; then the mean of the ranks' means is the mean
 ignored  targets that torch's losses leave out, as with `ignore_index`
-Law: the sums and counts of the ranks add up to those of all tokens, or the loss is refused.
+group    parameters whose projections are summed (`proof/grad_projections.py`), at most MAX_GROUPS groups
+Law: the sums and counts of the ranks add up to those of all tokens, or the loss is refused. If the gradients of a
+parameter do not add up, the model is.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.axes.context.attach.token_shards import TokenShard, shard_tokens
+from fourfold.axes.context.rules.layout import DP_INSTEAD
 from fourfold.model.batch import has_token_dim
 from fourfold.model.loss_sum import sum_loss
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.torch_losses import RESHAPING_NODES, ignore_index_of
+from fourfold.proof import grad_projections
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
+from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, group_size
 from fourfold.proof.random_weights import cast_real
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import (
@@ -31,6 +36,46 @@ from fourfold.torch_kit.torch_private import (
     saved_total_weight,
 )
 from fourfold.words.errors import Problem, TaskError
+
+# ---- gradient sum check ---------------------------------------------------------------------------------------------
+
+
+MAX_GROUPS = 512
+
+
+class GradProjections(NamedTuple):
+    """Gradient projections by group, of full sequences and of one shard; `tolerance` is that of their sums."""
+
+    full: list[Projection]
+    shard: list[Projection]
+    tolerance: float
+
+
+def project_grouped_gradients(parameters: Mapping[str, Tensor]) -> list[Projection]:
+    """Project the parameters' gradients by group, and free them."""
+    return grad_projections.project_gradients(parameters, max_groups=MAX_GROUPS)
+
+
+def gradient_sum_problem(names: Sequence[str], ranks: Sequence[GradProjections]) -> Problem | None:
+    """What is wrong if the gradients of the shards do not add up; `names` are the parameters, in order."""
+    size = group_size(len(names), MAX_GROUPS)
+    full = ranks[0].full
+    tolerance = max(rank.tolerance for rank in ranks)
+    largest = max((projection.norm for projection in full), default=0.0)
+    for group, expected in enumerate(full):
+        parts = [rank.shard[group] for rank in ranks]
+        scale = max(expected.norm, *(part.norm for part in parts), NOISE_FLOOR * largest)
+        if not abs(sum(part.value for part in parts) - expected.value) <= tolerance * scale:
+            members = names[group * size : (group + 1) * size]
+            name = members[0] if len(members) == 1 else f"{members[0]} … {members[-1]}"
+            got = f"cp = {len(ranks)}, and gradients of {name} that do not add up to those of full sequences"
+            need = "a backward in which a token's gradient depends on other tokens only through attention"
+            return Problem(got, need, DP_INSTEAD)
+    return None
+
+
+# ---- losses with cp > 1 ---------------------------------------------------------------------------------------------
+
 
 UNREDUCED_ADVICE = 'unreduced values (reduction="none"), or a pair (sum, count)'
 # Both sides sum the same numbers, so they differ only by rounding. By the size in bytes of the least precise ones.

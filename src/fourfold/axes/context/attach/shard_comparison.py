@@ -20,18 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach import grad_sum_check
 from fourfold.axes.context.attach.attention_replay import (
     OUTPUT,
     QKV,
+    ModuleTracker,
     Playback,
     RecordedCall,
     recompute_call,
     record_call,
     tap_output,
 )
-from fourfold.axes.context.attach.grad_sum_check import GradProjections
-from fourfold.axes.context.attach.module_tracker import ModuleTracker
+from fourfold.axes.context.attach.losses import GradProjections, project_grouped_gradients
 from fourfold.axes.context.attach.token_shards import TokenShard, shard_tokens
 from fourfold.axes.context.rules.layout import DP_INSTEAD, heads_problem
 from fourfold.axes.context.work.document_mask import DocumentMask
@@ -39,12 +38,16 @@ from fourfold.model.batch import has_token_dim
 from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.model.transformers_attention import has_transformers_model, install_attention
 from fourfold.proof import random_weights
-from fourfold.proof.backward import count_gradients, run_backward
-from fourfold.proof.checks import CheckConfig, CheckUnavailable
+from fourfold.proof.checks import CheckConfig, CheckUnavailable, preserve_module
 from fourfold.proof.float64_mode import Float64Mode
-from fourfold.proof.grad_projections import NOISE_FLOOR, Projection
-from fourfold.proof.preserve_module import preserve_module
-from fourfold.proof.tolerance import gradient_tolerance_of, is_close
+from fourfold.proof.grad_projections import (
+    NOISE_FLOOR,
+    Projection,
+    count_gradients,
+    gradient_tolerance_of,
+    is_close,
+    run_backward,
+)
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.grad_checks import second_grad_problem
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
@@ -261,7 +264,7 @@ class ShardComparison:
                 return None
             self._replay_backward(local, full, grad_tensors, taps)
         self._compare_taps(taps)
-        local_projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        local_projections = project_grouped_gradients(self._parameters)
         self.is_scale_dependent = self._find_scale_dependence(projections, grad_tensors)
         return GradProjections(projections, local_projections, self._gradient_tolerance)
 
@@ -275,7 +278,7 @@ class ShardComparison:
             run_backward(full, grad_tensors)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
-        projections = grad_sum_check.project_grouped_gradients(self._parameters)
+        projections = project_grouped_gradients(self._parameters)
         self._check_finite(projections)
         return projections
 
@@ -288,7 +291,7 @@ class ShardComparison:
             with self._patched_model(AttentionCall.run_sdpa, taps), _raise_unavailable():
                 outputs = self._call_model(taps.tap_inputs(self._inputs))
                 run_backward(outputs, [None if each is None else each * SCALE for each in grad_tensors])
-            large = grad_sum_check.project_grouped_gradients(self._parameters)
+            large = project_grouped_gradients(self._parameters)
             floor = NOISE_FLOOR * max((each.norm for each in projections), default=0.0)
             return any(
                 abs(b.value / SCALE - a.value) > self._gradient_tolerance * max(a.norm, b.norm / SCALE, floor)

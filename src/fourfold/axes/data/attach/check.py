@@ -32,8 +32,13 @@ from fourfold.proof.checks import (
     find_memory_fit,
     raise_problems,
 )
-from fourfold.proof.forward_comparison import ForwardComparison, compiled_problem, first_sample
-from fourfold.proof.forward_state import differing_across_ranks, sample_dependence_problems
+from fourfold.proof.forward_comparison import (
+    ForwardComparison,
+    compiled_problem,
+    differing_across_ranks,
+    first_sample,
+    sample_dependence_problems,
+)
 from fourfold.proof.grad_hook_check import hook_problems
 from fourfold.proof.loss_check import CheckResult, LossComparison, check_loss
 from fourfold.proof.weight_write_check import WeightWriteCheck

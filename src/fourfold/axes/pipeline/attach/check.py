@@ -33,8 +33,7 @@ from fourfold.model.model_call import call_model, eval_mode
 from fourfold.model.objective import Objective
 from fourfold.model.weights import Weights
 from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, SharedSamples, TensorCalls
-from fourfold.proof.checks import Check, Learned, Report, out_of_step_problem, raise_problems
-from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.checks import Check, Learned, Report, out_of_step_problem, preserve_module, raise_problems
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import full_backward_hooks, own_parameters
 from fourfold.words.errors import Problem, TaskError

@@ -13,7 +13,7 @@ from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems
 from fourfold.axes.tensor.attach.split_randomness import slices_mismatch, with_slices_of_one_token
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import num_samples, shorten, unpack_batch
-from fourfold.model.draw_slices import DrawSlices, FoundDraw
+from fourfold.model.rank_dropout import DrawSlices, FoundDraw
 from fourfold.model.transformers_attention import install_attention
 from fourfold.model.weights import Weights
 from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, SharedSamples, TensorCalls

@@ -17,24 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.tensor.attach.axis import TensorAxis
-from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights, WeightSource
+from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights, RandomWeights, WeightSource
 from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
-from fourfold.axes.tensor.attach.whole_model import RandomWeights
 from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics
-from fourfold.model.draw_slices import FoundDraw
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model
+from fourfold.model.rank_dropout import FoundDraw
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.backward import run_backward
-from fourfold.proof.checks import CheckUnavailable, MemoryFit, summarize_error
+from fourfold.proof.checks import CheckUnavailable, MemoryFit, preserve_module, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
-from fourfold.proof.grad_projections import NOISE_FLOOR
-from fourfold.proof.preserve_module import preserve_module
+from fourfold.proof.grad_projections import NOISE_FLOOR, gradient_tolerance_of, is_close, run_backward
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled
-from fourfold.proof.tolerance import gradient_tolerance_of, is_close
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import swapped_state
 from fourfold.words.errors import PeerError, Problem, TaskError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.plan.tensor_shard import TensorShard
-from fourfold.proof.tolerance import is_close
+from fourfold.proof.grad_projections import is_close
 from fourfold.torch_kit.param_access import METADATA_FUNCTIONS
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import is_in_backward
