@@ -1,5 +1,7 @@
 """Step runner: a batch through the checks, the layout of batches and the programs, to metrics.
 
+whole forward  in place of a model's forward where ranks have one stage each: it computes all stages, and every rank
+               has the outputs. So methods that call the model, such as `generate` of transformers, work as they are
 Law: what raises on one rank before its program runs raises on all ranks.
 Law: notes of the call are made of the traceback when an error passes; a step without one costs nothing more.
 """
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS
 from fourfold.model.batch import NO_SAMPLES, Microbatch, unpack_batch
 from fourfold.model.loss_sum import Loss
@@ -21,12 +24,13 @@ from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import UserLoss
 from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.damaged_samples import DamagedRecord, records_of_ranks
+from fourfold.proof.digests.weights import BUFFERS, FROZEN, MASTER_WEIGHTS, WEIGHTS, ReplicatedTensor
 from fourfold.step.assembly import Assembly
 from fourfold.step.executor import Executor
-from fourfold.step.state_access import StateAccess
 from fourfold.step.step_checks import Skipped, sample_list
 from fourfold.step.step_state import TOTALS, StepRequest, StepState, StepTotals, wait_totals
 from fourfold.torch_kit import memory
+from fourfold.torch_kit.tensor_tree import is_plain
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.error_notes import add_notes, has_note, innermost_self, user_place
 from fourfold.words.errors import Problem, SettingError, TaskError
@@ -141,8 +145,8 @@ class ForwardRun(NamedTuple):
 class StepRunner:
     """The training steps and forwards of one rank."""
 
-    def __init__(self, model: nn.Module, assembly: Assembly, access: StateAccess) -> None:
-        self.model, self._assembly, self._access = model, assembly, access
+    def __init__(self, model: nn.Module, assembly: Assembly) -> None:
+        self.model, self._assembly = model, assembly
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._checks, self._weights = assembly.checks, assembly.state.weights
         self.executor = Executor(assembly.timing)
@@ -233,13 +237,13 @@ class StepRunner:
             self._parts.objective.finish_first_step()
         skipped = self._checks.after_step(step, samples)
         memory.tune_freed_memory(self._parts.device, self._checks.num_calls)
-        self._checks.compare_replicas_if_due(self._access.replicated_tensors(self.model))
+        self._checks.compare_replicas_if_due(self.replicated_tensors())
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.
             programs.nominal_count = step.known_nominal_count if totals.count else None
             if skipped is None:
-                self._access.set_record(self._agree_launch_orders(), self._parts.scope.nominal_count(totals.count))
+                self.set_record(self._agree_launch_orders(), self._parts.scope.nominal_count(totals.count))
         return skipped
 
     @property
@@ -355,6 +359,35 @@ class StepRunner:
             sums += self._parts.scalars.wait(LOSS)
         return sums
 
+    def set_record(self, launch_orders: Mapping[int, Sequence[int]], count: float | None) -> None:
+        """Fix the launch orders, by stage, and the nominal count for all later steps, the same on every rank."""
+        programs = self._programs
+        before = programs.nominal_count
+        if before is not None and count is not None and before != count:
+            # Residuals were divided by the previous nominal count.
+            for codec in self._assembly.codecs:
+                codec.scale_residual(before / count)
+        programs.set_record(launch_orders, count)
+        self._parts.stage.gradients.set_launch_order(programs.reduction_order)
+
+    def replicated_tensors(self) -> Iterator[ReplicatedTensor]:
+        """The weights in this rank's own memory, and the buffers that it saves, which its data ranks have too."""
+        mesh, axis = self._calls.world.along("cp", "tp"), self._assembly.pipeline
+        saved = self._weights.model_state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name in saved and axis.is_own(name):
+                yield ReplicatedTensor(BUFFERS, name, 0, buffer, mesh.rank)
+        holders = {WEIGHTS: self._weights.storage, MASTER_WEIGHTS: self._weights.master_weights}
+        for name, parameter in self.model.named_parameters():
+            shard = self._assembly.tensor.shard_number(name)
+            if name not in self._weights.trainable:
+                yield ReplicatedTensor(FROZEN, name, 0, parameter, shard)
+                continue
+            for kind, holder in holders.items():
+                yield from (
+                    ReplicatedTensor(kind, name, part.start, part.tensor, shard) for part in holder.held_parts(name)
+                )
+
 
 class AsynchronousRunner(StepRunner):
     """The steps of an asynchronous schedule. While batches are in flight, a step compares nothing with other stages:
@@ -373,3 +406,84 @@ class AsynchronousRunner(StepRunner):
             return super().begin_step(batch)
         self._checks.check_unchanged(has_pending_updates=True)
         return batch, None
+
+
+# ---- inference -----------------------------------------------------------------------------------------------------
+
+WHERE = "a call of the model"
+
+
+class InferenceModel:
+    """The model of a step, to be called without training it. Attributes are the model's.
+
+    call  the model's outputs for the inputs of a batch
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[[Any], Any]) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The model's outputs for the inputs of a batch: one argument, or keywords as a dict of inputs has them."""
+        return self._call(_batch_inputs(inputs, named_inputs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@contextlib.contextmanager
+def inference_model(model: nn.Module, runner: StepRunner, pipeline: PipelineAxis) -> Iterator[InferenceModel]:
+    """Inside, a model to call; where it is cut into stages, its own methods call all of them too."""
+    if not pipeline.is_cut:
+        yield InferenceModel(model, runner.infer)
+        return
+    runner.check_dry_run("step.inference()")
+    forward, is_instances_own = model.forward, "forward" in vars(model)
+
+    def restore() -> None:
+        if is_instances_own:
+            vars(model)["forward"] = forward
+        else:
+            vars(model).pop("forward", None)
+
+    def infer(inputs: Any) -> Any:
+        _check_values(inputs)
+        restore()  # the stages run the model's own forward
+        try:
+            return runner.infer(inputs)
+        finally:
+            vars(model)["forward"] = whole_forward
+
+    @functools.wraps(forward)  # transformers reads its signature
+    def whole_forward(*inputs: Any, **named_inputs: Any) -> Any:
+        return infer(_batch_inputs(inputs, named_inputs))
+
+    vars(model)["forward"] = whole_forward
+    try:
+        yield InferenceModel(model, infer)
+    finally:
+        restore()
+
+
+def _batch_inputs(inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> Any:
+    if len(inputs) + bool(named_inputs) != 1:
+        names = f" and {', '.join(named_inputs)}" if named_inputs else ""
+        got = f"a call of the model with {len(inputs)} inputs by position{names}"
+        need = "what a batch has: one input, or a dict of inputs, each given by its name"
+        raise SettingError(Problem(got, need, "model(inputs), or model(tokens=…, positions=…)"))
+    return named_inputs or inputs[0]
+
+
+def _check_values(inputs: Any) -> None:
+    """Raise SettingError for an input that a stage would change for its own blocks only, such as a KV cache."""
+    named = inputs if isinstance(inputs, dict) else {"the input": inputs}
+    problems = [
+        Problem(
+            f"{name} is a {type(value).__name__}, and pp is above 1",
+            "tensors and numbers: a cache would have the keys of one stage only",
+            "use_cache=False",
+        )
+        for name, value in named.items()
+        if not is_plain(value)
+    ]
+    if problems:
+        raise SettingError(problems, where=WHERE)

@@ -1,13 +1,11 @@
 """Train step: the user's door to one training step on all ranks.
 
-whole forward  in place of a model's forward where ranks have one stage each: it computes all stages, and every rank
-               has the outputs. So methods that call the model, such as `generate` of transformers, work as they are
 Law: after k steps, losses and weights equal those of one process that trains on all the samples.
 Law: only the step calls the model; what a call returns is what the model returns.
+Law: every rank makes the collective calls in the same order, and an update that waits is run before weights are used.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -28,97 +26,30 @@ from fourfold.plan.topology import Topology
 from fourfold.step.argument_checks import StepKeywords, StepOptions
 from fourfold.step.assembly import assemble
 from fourfold.step.model_checks import join_mesh
-from fourfold.step.persistent_state import CodecState, SavedState
-from fourfold.step.state_access import StateAccess
-from fourfold.step.step_runner import AsynchronousRunner, ForwardRun, Metrics, StepRunner
+from fourfold.step.persistent_state import (
+    CodecState,
+    SavedState,
+    cloned,
+    local_state,
+    readers_of,
+    state_problems,
+    weight_problems,
+)
+from fourfold.step.step_runner import (
+    AsynchronousRunner,
+    ForwardRun,
+    InferenceModel,
+    Metrics,
+    StepRunner,
+    inference_model,
+)
 from fourfold.torch_kit.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights
-from fourfold.torch_kit.tensor_tree import is_plain
-from fourfold.words.errors import Problem, SettingError
+from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
+from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Program
 from fourfold.words.trace_events import Recorder
 
-# ---- inference -----------------------------------------------------------------------------------------------------
-
-WHERE = "a call of the model"
-
-
-class InferenceModel:
-    """The model of a step, to be called without training it. Attributes are the model's.
-
-    call  the model's outputs for the inputs of a batch
-    """
-
-    def __init__(self, model: nn.Module, call: Callable[[Any], Any]) -> None:
-        self._model, self._call = model, call
-
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The model's outputs for the inputs of a batch: one argument, or keywords as a dict of inputs has them."""
-        return self._call(_batch_inputs(inputs, named_inputs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-@contextlib.contextmanager
-def inference_model(model: nn.Module, runner: StepRunner, pipeline: PipelineAxis) -> Iterator[InferenceModel]:
-    """Inside, a model to call; where it is cut into stages, its own methods call all of them too."""
-    if not pipeline.is_cut:
-        yield InferenceModel(model, runner.infer)
-        return
-    runner.check_dry_run("step.inference()")
-    forward, is_instances_own = model.forward, "forward" in vars(model)
-
-    def restore() -> None:
-        if is_instances_own:
-            vars(model)["forward"] = forward
-        else:
-            vars(model).pop("forward", None)
-
-    def infer(inputs: Any) -> Any:
-        _check_values(inputs)
-        restore()  # the stages run the model's own forward
-        try:
-            return runner.infer(inputs)
-        finally:
-            vars(model)["forward"] = whole_forward
-
-    @functools.wraps(forward)  # transformers reads its signature
-    def whole_forward(*inputs: Any, **named_inputs: Any) -> Any:
-        return infer(_batch_inputs(inputs, named_inputs))
-
-    vars(model)["forward"] = whole_forward
-    try:
-        yield InferenceModel(model, infer)
-    finally:
-        restore()
-
-
-def _batch_inputs(inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> Any:
-    if len(inputs) + bool(named_inputs) != 1:
-        names = f" and {', '.join(named_inputs)}" if named_inputs else ""
-        got = f"a call of the model with {len(inputs)} inputs by position{names}"
-        need = "what a batch has: one input, or a dict of inputs, each given by its name"
-        raise SettingError(Problem(got, need, "model(inputs), or model(tokens=…, positions=…)"))
-    return named_inputs or inputs[0]
-
-
-def _check_values(inputs: Any) -> None:
-    """Raise SettingError for an input that a stage would change for its own blocks only, such as a KV cache."""
-    named = inputs if isinstance(inputs, dict) else {"the input": inputs}
-    problems = [
-        Problem(
-            f"{name} is a {type(value).__name__}, and pp is above 1",
-            "tensors and numbers: a cache would have the keys of one stage only",
-            "use_cache=False",
-        )
-        for name, value in named.items()
-        if not is_plain(value)
-    ]
-    if problems:
-        raise SettingError(problems, where=WHERE)
-
-
-# ---- step ----------------------------------------------------------------------------------------------------------
+STATES_BY_NAME = ("model", "optimizer", "outer", "codec")
 
 
 class TrainStep:
@@ -145,8 +76,7 @@ class TrainStep:
         self._assembly = assembly = assemble(initial, loss, optimizer, plan, self.communicator, chosen)
         self._parts, self._calls, self._programs = assembly.parts, assembly.calls, assembly.programs
         self._weights, self._checks, self.optimizer = assembly.state.weights, assembly.checks, assembly.optimizer
-        self._access = access = StateAccess(assembly)
-        self._runner = (AsynchronousRunner if plan.is_asynchronous else StepRunner)(model, assembly, access)
+        self._runner = (AsynchronousRunner if plan.is_asynchronous else StepRunner)(model, assembly)
 
     @property
     def num_steps(self) -> int:
@@ -310,15 +240,22 @@ class TrainStep:
         Raises DivergenceError, on every rank, if they differ in a bit; with local steps, TrainingError unless the ranks
         have just averaged their weights.
         """
-        self._access.enter("check_drift()")
-        self._access.check_synchronized()
-        self._checks.compare_replicas(self._access.replicated_tensors(self.model))
+        self._enter("check_drift()")
+        self._check_synchronized()
+        self._checks.compare_replicas(self._runner.replicated_tensors())
 
     # ---- weights and state ---------------------------------------------------------------------------
 
-    def edit(self) -> contextlib.AbstractContextManager[nn.Module]:
+    @contextlib.contextmanager
+    def edit(self) -> Iterator[nn.Module]:
         """Change weights by hand, inside the block; after it every rank has rank 0's weights. Collective."""
-        return self._access.edit(self.model)
+        self._check_no_edits("edit()")
+        self._enter("edit()")
+        with self._weights.edit():
+            yield self.model
+        self._parts.local_sgd.finish_sync()
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+        self._weights.edits.accept_edits()
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -367,11 +304,25 @@ class TrainStep:
 
         Raises TaskError, before anything is changed, for names or shapes that the model does not have.
         """
-        self._access.load_weights(values)
+        self._check_no_edits("load_weights()")
+        self._calls.enter("load_weights()")  # all ranks are here: none reads weights
+        values = self._assembly.pipeline.restricted(values) if isinstance(values, Mapping) else values
+        whole_tensors, trainable = self._weights.whole_tensors, self._weights.trainable
+        problems = weight_problems(values, trainable, whole_tensors.shape)
+        self._calls.raise_on_all_ranks(problems, where="the weights")
+        self._assembly.timing.flush()
+        local = {name: whole_tensors.local(name, value) for name, value in values.items()}
+        self._weights.load_weights(local)
+        self._parts.local_sgd.update_reference(local)
 
-    def swapped_weights(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, the trainable weights are others, given in the form of `weight_shards`. Collective."""
-        return self._access.swapped_weights(weights)
+        self._check_no_edits("swapped_weights()")
+        self._enter("swapped_weights()")
+        with self._weights.swapped_weights(weights):
+            yield
+            self._calls.enter("the end of swapped_weights()")  # all ranks have finished with them
 
     @property
     def whole_tensors(self) -> WholeTensors:
@@ -414,7 +365,10 @@ class TrainStep:
         With local steps the optimizer's tensors are means over the ranks, and TrainingError is raised unless ranks have
         just averaged their weights.
         """
-        return self._access.state_dict()
+        self._check_no_edits("state_dict()", compare_all=True)
+        self._enter("state_dict()")
+        self._check_synchronized()
+        return {**self._groups_and_record(), **self._assembly.pipeline.all_state(self._assembly.state.state_dict())}
 
     def state_refs(self) -> dict[str, Any]:
         """`state_dict` without copies: each optimizer tensor is a list of consecutive flat slices.
@@ -422,15 +376,84 @@ class TrainStep:
         If optimizer states are stored split, these are only this rank's: the elements `shard_ranges`. With local steps
         each rank has its own states. Collective if updates wait for the next forward: see `flush`.
         """
-        return self._access.state_refs()
+        self._check_synchronized()
+        self._assembly.timing.flush()
+        return {**self._groups_and_record(), **self._assembly.state.state_refs()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this mesh or another. Collective.
 
         Raises TaskError, before anything is changed, if it is not the state of such a model and optimizer.
         """
-        self._access.load_state_dict(state)
+        self._calls.enter("load_state_dict()")
+        state = self._own_state(state)
+        optimizer, weights = self.optimizer, self._weights
+        problems = state_problems(
+            state, weights.model_state_dict(), weights.trainable, optimizer, weights.whole_tensors.shape
+        )
+        self._calls.raise_on_all_ranks(problems, where="the state")
+        self._load(readers_of(state))
 
     def load_saved_state(self, saved: SavedState) -> None:
         """Restore a state that is read a tensor at a time, and that fits this model and optimizer. Collective."""
-        self._access.load_saved_state(saved)
+        self._calls.enter("load_saved_state()")
+        self._load(saved)
+
+    # ---- how state is reached --------------------------------------------------------------------------
+
+    def _enter(self, call: str) -> None:
+        """Begin a call that all ranks must be in, with updated weights. Collective."""
+        self._calls.enter(call)
+        self._assembly.timing.flush()
+
+    def _check_no_edits(self, call: str, *, compare_all: bool = False) -> None:
+        """Raise TaskError if weights have been written outside of `edit`, and the next update would ignore it."""
+        self._checks.check_no_edits(call, compare_all=compare_all, sampled=not self._assembly.timing.has_pending)
+
+    def _check_synchronized(self) -> None:
+        """Raise TrainingError unless all ranks have the same weights."""
+        if not self._checks.is_synchronized:
+            interval = self._programs.sync_interval
+            got = f"the state after step {self._calls.num_steps}, with local_steps = {interval}"
+            need = "the same weights on all ranks, which they have just after averaging them"
+            after = -(-self._calls.num_steps // interval) * interval
+            raise TrainingError(Problem(got, need, f"after step {after}"))
+
+    def _groups_and_record(self) -> dict[str, Any]:
+        programs, optimizer = self._programs, self.optimizer
+        record: dict[str, Any] = {
+            "order": programs.launch_order,
+            "nominal_count": programs.nominal_count,
+            "optimizer": type(optimizer).__name__,
+        }
+        if scale := self._parts.loss_scale.state:
+            record["scale"] = scale
+        if proof := self._assembly.proof.state:
+            record["proof"] = proof
+        groups = [{k: cloned(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return {"groups": groups, "record": record}
+
+    def _own_state(self, state: Any) -> Any:
+        """What this rank's stage has of a state; anything else as it is, to be refused."""
+        if not isinstance(state, Mapping):
+            return state
+        parts = {key: value for key, value in state.items() if key in STATES_BY_NAME and isinstance(value, Mapping)}
+        return {**state, **{key: self._assembly.pipeline.restricted(value) for key, value in parts.items()}}
+
+    def _load(self, saved: SavedState) -> None:
+        saved = local_state(saved, self._weights.whole_tensors)
+        self._assembly.timing.flush()
+        self._assembly.state.load(saved)
+        for group, options in zip(self.optimizer.param_groups, saved.groups, strict=True):
+            # Options such as `foreach` choose an implementation; that was done when the step was built.
+            group.update({k: cloned(v) for k, v in options.items() if k not in IMPLEMENTATION_OPTIONS})
+        record = saved.record
+        self._assembly.proof.load_state(record.get("proof"))
+        self._parts.loss_scale.load_state(record.get("scale") or {})
+        # Launch orders are valid only for the same numbers of buckets; otherwise the next step records new ones.
+        programs = self._programs
+        if launch_orders := programs.split_order(record["order"]):
+            self._runner.set_record(launch_orders, record["nominal_count"])
+        else:
+            programs.nominal_count = record["nominal_count"]
+        self._assembly.state.load_codec_state(saved.codec)
