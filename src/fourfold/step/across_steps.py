@@ -97,7 +97,7 @@ class AcrossSteps:
         if not self._programs.has_record:
             end_stages(step.parts)
 
-    def ended(self, step: StepState) -> StepState:
+    def newest_ended(self, step: StepState) -> StepState:
         """The newest batch that has ended on all stages; its own where a run continues and none has ended here yet."""
         wanted = self._num_batches - 1 - self._counts.lag
         found = next((each for each in self._batches if each.number == wanted), None)

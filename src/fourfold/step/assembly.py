@@ -70,7 +70,7 @@ from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS, StepParts
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
-    DeferredUpdates,
+    FusedUpdates,
     ImmediateUpdates,
     UpdateInForward,
     UpdateTiming,
@@ -281,7 +281,7 @@ def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, wor
     if plan.update == "in_forward":
         stage = parts.stage
         in_place = [] if stage.gatherer.unshards_params else stage.parameters
-        return UpdateInForward(parts, DeferredUpdates(stage, parts.meter, in_place))
+        return UpdateInForward(parts, FusedUpdates(stage, parts.meter, in_place))
     return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
 
 

@@ -1,6 +1,6 @@
 """Stage assembly: make what the actions of a stage work with, of its parameters, a plan and the ranks.
 
-Law: each function makes one part of those before it. What a plan asks for is decided here, once, and nowhere later.
+Law: what a plan asks for is decided here, once, and nowhere later.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ class Trained(NamedTuple):
         return self.blueprint.is_sharded
 
     @property
-    def tells_params_apart(self) -> bool:
+    def updates_by_param(self) -> bool:
         """Whether the update works on one parameter at a time."""
         return self.plan.unused == "allow" or self.blueprint.update_spec.is_layerwise
 
@@ -131,7 +131,7 @@ def make_stage(
     codecs = make_codecs(trained.plan.codec_spec, trained.group.stage.gradient_buckets, trained.by_bucket)
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
-    trained = _adapt(trained, transport, world.rank)
+    trained = _as_joined(trained, transport, world.rank)
     layout = _state_layout(trained, transport, data_ranks)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
@@ -177,7 +177,7 @@ def lay_out(
     return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
 
 
-def _adapt(trained: Trained, transport: DataTransport, rank: int) -> Trained:
+def _as_joined(trained: Trained, transport: DataTransport, rank: int) -> Trained:
     """The same, with weights that are unsharded before use if the ranks of a host could not get shared memory."""
     if transport.weights.unshards_params == (trained.layouts.weight == SPLIT):
         return trained
@@ -296,7 +296,7 @@ def _make_optimizer(
             weights.master_weights,
             trained.buckets,
             transport.grads,
-            split_by_param=trained.tells_params_apart,
+            split_by_param=trained.updates_by_param,
             is_chunked=trained.is_sharded,
         )
     prepare = transport.grads.reduce_range if trained.is_sharded else None
@@ -332,5 +332,5 @@ def _make_hooks(trained: Trained) -> StepHooks:
         trained.buckets,
         trained.by_bucket,
         is_unbucketed=trained.blueprint.has_unbucketed_grads,
-        can_skip_params=trained.tells_params_apart,
+        can_skip_params=trained.updates_by_param,
     )

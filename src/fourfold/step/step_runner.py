@@ -172,7 +172,7 @@ class StepRunner:
             request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
             step = StepState(self._parts, request)
             self.executor.train(self._programs.of_step(number, measures_count=measures_count), step)
-        step = self._assembly.timing.ended(step)
+        step = self._assembly.timing.newest_ended(step)
         self.totals = totals = step.read_totals()
         skipped = self._finish_step(step, samples)
         return Metrics(

@@ -46,8 +46,8 @@ NO_ELEMENTS = "a global batch without a loss element: all targets are ignored, o
 ALL_DAMAGED = "all samples of the global batch are damaged"
 
 
-Place = tuple[int, int]
-"""A stage and a microbatch."""
+ChunkPass = tuple[int, int]
+"""A microbatch in a chunk: the number of the stage, and of the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,15 @@ class StepState:
     """By microbatch, from forward to backward."""
     empty_losses: dict[int, Tensor] = field(default_factory=dict)
     """Of microbatches without samples, where other ranks need their backward."""
-    received: dict[Place, list[Tensor]] = field(default_factory=dict)
+    received: dict[ChunkPass, list[Tensor]] = field(default_factory=dict)
     """The activations that stages before have sent, from forward to the end of backward."""
-    boundary: dict[Place, list[Tensor]] = field(default_factory=dict)
+    boundary: dict[ChunkPass, list[Tensor]] = field(default_factory=dict)
     """The outputs of stages before the last, from forward to backward."""
-    upstream: dict[Place, list[Tensor]] = field(default_factory=dict)
+    upstream: dict[ChunkPass, list[Tensor]] = field(default_factory=dict)
     """The gradients of these, from the stages behind."""
-    kept: dict[Place, Kept] = field(default_factory=dict)
+    kept: dict[ChunkPass, Kept] = field(default_factory=dict)
     """By the stage that sends activations, and microbatch: what both ends remember of them until their gradients."""
-    pending: dict[Place, PendingGrads] = field(default_factory=dict)
+    pending: dict[ChunkPass, PendingGrads] = field(default_factory=dict)
     """What first halves of backwards have left to the second ones."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """By microbatch; training keeps none."""

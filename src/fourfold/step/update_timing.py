@@ -44,7 +44,7 @@ from fourfold.words.program import Action, Verb
 # ---- forward fusion -------------------------------------------------------------------------------------------------
 
 
-class DeferredUpdates:
+class FusedUpdates:
     """The updates of one step of a stage, run in the forward of the next step, or when `finish` is called."""
 
     def __init__(self, stage: Stage, meter: CommMeter, in_place: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -67,7 +67,7 @@ class DeferredUpdates:
         """Whether updates are pending."""
         return len(self._order) > 0
 
-    def defer(self, args: UpdateArgs) -> None:
+    def postpone(self, args: UpdateArgs) -> None:
         """Make the updates of all buckets pending, with the gradients of the step that has just ended."""
         self._stage.gradients.detach_grads()
         self._stage.gatherer.signal_backward_done()
@@ -194,7 +194,7 @@ class UpdateTiming(Protocol):
         """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
         ...
 
-    def ended(self, step: StepState) -> StepState:
+    def newest_ended(self, step: StepState) -> StepState:
         """The newest batch, of this step or of one before, that has ended on all ranks."""
         ...
 
@@ -232,7 +232,7 @@ class ImmediateUpdates:
     def end_step(self, step: StepState) -> None:
         end_stages(step.parts)
 
-    def ended(self, step: StepState) -> StepState:
+    def newest_ended(self, step: StepState) -> StepState:
         return step
 
     def flush(self) -> None:
@@ -324,8 +324,8 @@ UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
 class UpdateInForward:
     """Buckets are updated when the next forward uses them, or when the updates are flushed."""
 
-    def __init__(self, parts: StepParts, deferred: DeferredUpdates) -> None:
-        self._parts, self._deferred = parts, deferred
+    def __init__(self, parts: StepParts, fused: FusedUpdates) -> None:
+        self._parts, self._fused = parts, fused
         self.verbs: Mapping[Verb, VerbFunction] = {
             **VERBS,
             Verb.FORWARD: self._forward,
@@ -334,8 +334,8 @@ class UpdateInForward:
         }
 
     def _forward(self, step: StepState, action: Action) -> None:
-        step.unshard_sink = self._deferred
-        with self._deferred.in_forward(step.stage.buckets_of(action.stage)):
+        step.unshard_sink = self._fused
+        with self._fused.in_forward(step.stage.buckets_of(action.stage)):
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
@@ -349,7 +349,7 @@ class UpdateInForward:
     def _end_first_backward(self, step: StepState, action: Action) -> None:
         if action.index == 0:
             buckets = step.stage.buckets_of(action.stage)
-            self._deferred.check_missed_accesses(buckets)
+            self._fused.check_missed_accesses(buckets)
 
     def begin_step(self, step: StepState) -> None:
         """The updates in front of the first forward are those of the step before: forward runs them."""
@@ -358,7 +358,7 @@ class UpdateInForward:
         step.done_early |= {
             Action(verb, stage.pp_index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
         }
-        self._deferred.begin_step()
+        self._fused.begin_step()
 
     def end_step(self, step: StepState) -> None:
         step.read_totals()
@@ -367,14 +367,14 @@ class UpdateInForward:
             step.stage.gradients.drop_grads()
             end_stages(self._parts)
             return
-        self._deferred.defer(step.update_args)
+        self._fused.postpone(step.update_args)
 
-    def ended(self, step: StepState) -> StepState:
+    def newest_ended(self, step: StepState) -> StepState:
         return step
 
     def flush(self) -> None:
-        self._deferred.finish()
+        self._fused.finish()
 
     @property
     def has_pending(self) -> bool:
-        return self._deferred.has_pending
+        return self._fused.has_pending

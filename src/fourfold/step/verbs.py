@@ -90,7 +90,7 @@ def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None
 
 def _differentiate(step: StepState, action: Action, taking: AbstractContextManager[object]) -> None:
     """Run autograd from what a forward has left. Within `taking`, the gradients of weights are taken."""
-    stage, place = step.stage, (action.stage, action.index)
+    stage, key = step.stage, (action.stage, action.index)
     with stage.weights.unsharded("backward", action.stage):
         if action.index in step.losses:
             loss = step.parts.division.mean_of(step.losses.pop(action.index), step.nominal_count)
@@ -98,9 +98,9 @@ def _differentiate(step: StepState, action: Action, taking: AbstractContextManag
                 raise TaskError(_no_grad_problem())
             with taking:
                 stage.chunks[action.stage].backward([step.parts.loss_scale.scale(loss)], None)
-        elif outputs := [each for each in step.boundary.pop(place, []) if each.requires_grad]:
+        elif outputs := [each for each in step.boundary.pop(key, []) if each.requires_grad]:
             with taking:
-                stage.chunks[action.stage].backward(outputs, step.upstream.pop(place))
+                stage.chunks[action.stage].backward(outputs, step.upstream.pop(key))
         elif (loss := step.empty_losses.pop(action.index, None)) is not None:
             _backward_empty(stage, stage.chunks[action.stage], loss)
 
@@ -179,8 +179,8 @@ def receive_backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch's outputs, from the next stage."""
     edge = step.parts.edges.from_next
     if step.microbatches[action.index].num_samples and edge is not None:
-        place = action.stage, action.index
-        step.upstream[place] = step.parts.compression.unpack_gradients(edge.receive(), step.kept.pop(place))
+        key = action.stage, action.index
+        step.upstream[key] = step.parts.compression.unpack_gradients(edge.receive(), step.kept.pop(key))
 
 
 def send_backward(step: StepState, action: Action) -> None:
