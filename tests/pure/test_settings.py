@@ -18,10 +18,9 @@ from fourfold.trainer.settings import (
     Settings,
     TrainOptions,
     make_settings,
-    setting_problems,
 )
 from fourfold.words.errors import SettingError
-from fourfold.words.field import declare, declared_settings
+from fourfold.words.field import declare, declared_problems, declared_settings
 
 ROOT = Path(__file__).parents[2]
 TASK = ff.Task(
@@ -44,7 +43,7 @@ class WithPatience(Settings):
 
 def test_a_new_field_is_checked_parsed_listed_and_part_of_the_identity() -> None:
     given = {"steps": 1, "batch_size": 1, "clip": None}
-    (problem,) = setting_problems(WithPatience(**given, patience=0))
+    (problem,) = declared_problems(WithPatience(**given, patience=0))
     assert problem.got == "patience = 0"
     assert problem.need == "a whole number of at least 1"
     words = command_line_settings(WithPatience, LaunchSettings)
@@ -82,8 +81,8 @@ def test_every_default_passes_its_own_check() -> None:
 PLAIN_IDENTITY = '{"task":"run","settings":{},"steps":10,"batch_size":8,"clip":1,"seed":0}'
 FULL_IDENTITY = (
     '{"task":"mine.py:task","settings":{"lr":0.001,"width":null},"steps":20,"batch_size":8,"clip":0.5,"seed":3,'
-    '"ema":0.9,"init":"w.safetensors","rates":{"schedule":"cosine","warmup":2},"precision":"bf16","sync":"local",'
-    '"local_steps":2,"outer_lr":1.0,"outer_momentum":0.0,"dp":2}'
+    '"ema":0.9,"init":"w.safetensors","rates":{"schedule":"cosine","warmup":2},"dp":2,"sync":"local",'
+    '"local_steps":2,"outer_lr":1.0,"outer_momentum":0.0,"precision":"bf16"}'
 )
 
 

@@ -352,3 +352,9 @@ def test_a_value_of_any_type_is_accepted_or_refused_and_never_changed(value: Any
 
 def test_a_key_that_needs_quotes_is_written_with_them() -> None:
     assert format_pair("a b", 1) == '"a b" = 1'
+
+
+def test_what_a_setting_checks_itself_is_checked_in_a_file_and_in_a_word_with_its_place() -> None:
+    need = "need increasing fractions of the steps, between 0 and 1"
+    assert f"lr_milestones = 0.5, 0.2 in [run]   {need}" in problems("[run]\nlr_milestones = [0.5, 0.2]\n")
+    assert f"lr_milestones = 0.5, 0.2   {need}" in problems("", "lr_milestones=0.5,0.2")

@@ -80,7 +80,7 @@ class SettingsFile:
             target[key] = key_type.convert(value)
         except (ValueError, OverflowError):
             return [Problem(f"{_format(key, value)} in [{section}]", *_value_need(key, value, key_type))]
-        return []
+        return [each._replace(got=f"{each.got} in [{section}]") for each in key_type.problems(key, target[key])]
 
     def _type_of(self, section: str, key: str, types: Arguments) -> Field | None:
         """The valid values of a key; None if it does not belong in this section."""

@@ -53,21 +53,6 @@ class CodecSpec:
     density: float = 0.01
     refresh_steps: int = 100
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.kind not in CODECS:
-            problems.append(Problem(f"codec = {self.kind!r}", "one of " + ", ".join(CODECS)))
-        if self.matrix_rank < 1:
-            problems.append(Problem(f"codec_rank = {self.matrix_rank}", "at least 1", "codec_rank = 4"))
-        if not 0.0 < self.density <= 1.0:
-            problems.append(Problem(f"codec_density = {self.density}", "above 0, at most 1", "codec_density = 0.01"))
-        if self.refresh_steps < 1:
-            problems.append(
-                Problem(f"codec_refresh_steps = {self.refresh_steps}", "at least 1", "codec_refresh_steps = 100")
-            )
-        if problems:
-            raise PlanError(problems, where="the codec")
-
 
 class CodecRound(NamedTuple):
     """One exchange of a bucket's reduction: how messages are combined, and the length of one rank's message."""

@@ -22,7 +22,7 @@ import msgspec
 from fourfold.plan.decode import is_too_deep
 from fourfold.words import argument_checks
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.field import declare, declared_settings, to_builtin
+from fourfold.words.field import declare, declared_problems, to_builtin
 
 # ---- state of a torch scheduler ------------------------------------------------------------------------------------
 
@@ -156,9 +156,7 @@ class LRSchedule:
     )
 
     def __post_init__(self) -> None:
-        declared = declared_settings(self).items()
-        problems = [problem for name, each in declared for problem in each.problems(name, getattr(self, name))]
-        if problems:
+        if problems := declared_problems(self):
             raise SettingError(problems, where="the learning rate schedule")
         for name, value in vars(self).items():
             object.__setattr__(self, name, to_builtin(value))

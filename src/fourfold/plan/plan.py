@@ -6,7 +6,7 @@ Law: `Plan.from_toml(plan.to_toml()) == plan`, and an impossible plan is refused
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -19,9 +19,9 @@ from fourfold.axes.pipeline.rules.schedules import ASYNCHRONOUS, SCHEDULES, comp
 from fourfold.axes.pipeline.rules.spec import ComputeLists, PipelineSpec
 from fourfold.axes.tensor.rules.dims import TensorSpec
 from fourfold.plan.batch_split import BatchSplit
-from fourfold.plan.codec import CODECS, CodecSpec
+from fourfold.plan.codec import CodecSpec
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, version_problem
-from fourfold.plan.plan_fields import FIELDS, PlanFields, plan_problems
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, PlanFields, plan_problems
 from fourfold.plan.recipes import RECIPE_PREFIX, recipe_fields
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.field import to_builtin
@@ -30,26 +30,6 @@ from fourfold.words.program import Verb
 
 VERSION = 1
 NUM_SHOWN_BATCHES = 4  # of an asynchronous schedule
-
-
-def _applies_with_codec(name: str) -> tuple[str, Callable[["Plan"], bool]]:
-    kinds = [kind for kind, row in CODECS.items() if name in row.fields]
-    return "codec = " + " or ".join(f'"{kind}"' for kind in kinds), lambda plan: plan.codec in kinds
-
-
-# Fields that have an effect only in some plans: what a plan needs for it, and whether this one has that.
-APPLIES_WHEN: dict[str, tuple[str, Callable[["Plan"], bool]]] = {
-    "schedule": ("pp above 1", lambda plan: plan.pp > 1),
-    "stages": ("pp above 1", lambda plan: plan.pp > 1),
-    "interleave": ("pp above 1", lambda plan: plan.pp > 1),
-    "max_in_flight": ("pp above 1", lambda plan: plan.pp > 1),
-    "program": ('schedule = "written"', lambda plan: plan.pp > 1 and plan.schedule == "written"),
-    "dims": ("tp above 1", lambda plan: plan.tp > 1),
-    "ring": ("cp above ulysses", lambda plan: plan.cp > plan.ulysses),
-    "local_steps": ('sync = "local"', lambda plan: plan.sync == "local"),
-    "outer_lr": ('sync = "local"', lambda plan: plan.sync == "local"),
-    "outer_momentum": ('sync = "local"', lambda plan: plan.sync == "local"),
-} | {name: _applies_with_codec(name) for name in FIELDS if any(name in kind.fields for kind in CODECS.values())}
 
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -101,32 +81,13 @@ class Plan(PlanFields):
     @property
     def ineffective_fields(self) -> dict[str, str]:
         """Fields set to other than their defaults without effect, and what each would need to have one."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {
-            name: need
-            for name, (need, applies) in APPLIES_WHEN.items()
-            if getattr(self, name) != defaults[name] and not applies(self)
-        }
+        needs = {name: each.needs for name, each in PLAN_FIELDS.items() if getattr(self, name) != each.default}
+        return {name: need.text for name, need in needs.items() if need is not None and not need.holds(self)}
 
     @property
     def identity_fields(self) -> dict[str, object]:
-        """The fields that change what is trained, and not only how the same weights are computed.
-
-        The identity of a run is saved with these.
-        """
-        names = [] if self.codec == "none" else [name for name in FIELDS if name.startswith("codec")]
-        names += [name for name in ("precision", "reduce_dtype") if getattr(self, name) != "keep"]
-        names += ["batch_norm"] if self.batch_norm == "local" else []
-        if self.sync == "local":
-            # Every rank trains on its own between averages, so the number of ranks matters too.
-            names += ["sync", "local_steps", "outer_lr", "outer_momentum", "dp"]
-        if self.is_asynchronous:
-            # Batches use weights that miss updates: how many, the number of stages says.
-            names += ["schedule", "pp"]
-        if self.edge != "none":
-            # What is rounded or masked depends on where the boundaries of stages are.
-            names += ["edge", "pp", "stages", "interleave"] + (["edge_density"] if self.edge == "dct" else [])
-        return {name: getattr(self, name) for name in names}
+        """The fields that change what is trained. The identity of a run is saved with these."""
+        return {name: getattr(self, name) for name, each in PLAN_FIELDS.items() if each.in_identity(self)}
 
     @property
     def num_shards(self) -> int:

@@ -4,22 +4,64 @@ Law: a value that passes `plan_problems` is legal whatever the model and the mac
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.axes.context.rules.layout import RINGS, ulysses_problem
 from fourfold.axes.pipeline.rules.division import stages_problems
 from fourfold.axes.pipeline.rules.edges import DEFAULT_DENSITY, EDGES
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES
 from fourfold.axes.tensor.rules.dims import dims_problems
-from fourfold.plan.codec import CODECS
+from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
 from fourfold.words.errors import Problem, closest_match
-from fourfold.words.field import PARSERS, Field, declare, declared_fields, to_builtin
+from fourfold.words.field import Field, declare, declared_fields, to_builtin
 
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
 COUNT = {"minimum": 1, "maximum": MAX_RANKS}  # a program has an entry for each, so the number is bounded
+
+
+class Needs(NamedTuple):
+    """What a plan needs for a field to have an effect: as a text, and whether a plan has it."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanField(Field):
+    """A field of a plan.
+
+    needs        for it to have an effect; None: nothing
+    in_identity  of plans with which it changes what is trained, and not only how the same weights are computed
+    """
+
+    needs: Needs | None = None
+    in_identity: Callable[[Any], bool] = lambda plan: False
+
+
+def _with_codec(name: str) -> dict[str, Any]:
+    """What a field of codecs needs: one that reads it."""
+    kinds = [kind for kind, row in CODECS.items() if name in row.fields]
+    text = "codec = " + " or ".join(f'"{kind}"' for kind in kinds)
+    return {"needs": Needs(text, lambda plan: plan.codec in kinds), "in_identity": lambda plan: plan.codec != "none"}
+
+
+PIPELINED = Needs("pp above 1", lambda plan: plan.pp > 1)
+LOCAL: dict[str, Any] = {  # every rank then trains on its own between averages, so their number matters too
+    "needs": Needs('sync = "local"', lambda plan: plan.sync == "local"),
+    "in_identity": lambda plan: plan.sync == "local",
+}
+
+
+def _differs_from_keep(name: str) -> Callable[[Any], bool]:
+    return lambda plan: getattr(plan, name) != "keep"
+
+
+def _has_edges(plan: Any) -> bool:
+    """Whether what stages send is rounded or masked: that depends on where the boundaries of stages are."""
+    return plan.edge != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +71,18 @@ class PlanFields:
     The help is Markdown, with links that count from docs/plan.md.
     """
 
-    pp: int = declare(1, **COUNT, help="[pipeline axis](pipeline-axis.md): splits layers")
-    dp: int = declare(1, **COUNT, help="data axis: splits samples")
+    pp: int = declare(
+        1,
+        **COUNT,
+        in_identity=lambda plan: plan.is_asynchronous or _has_edges(plan),
+        help="[pipeline axis](pipeline-axis.md): splits layers",
+    )
+    dp: int = declare(1, **COUNT, in_identity=LOCAL["in_identity"], help="data axis: splits samples")
     cp: int = declare(1, **COUNT, help="context axis: splits tokens ([context parallelism](context-axis.md))")
     tp: int = declare(1, **COUNT, help="[tensor axis](tensor-axis.md): splits weight matrices, heads and vocabulary")
     dims: str = declare(
         "",
+        needs=Needs("tp above 1", lambda plan: plan.tp > 1),
         help='which [named dims](tensor-axis.md#named-dims) of the weights `tp` splits, such as `"heads:tp mlp:tp"`; '
         "none means those that the rules mark. No effect with `tp = 1`",
     )
@@ -48,22 +96,34 @@ class PlanFields:
     schedule: str = declare(
         "1f1b",
         choices=tuple(SCHEDULES),
+        needs=PIPELINED,
+        in_identity=lambda plan: plan.is_asynchronous,
         help="[order of microbatches](pipeline-axis.md#schedules) in the pipeline; no effect with `pp = 1`",
     )
     stages: str = declare(
         "even",
+        needs=PIPELINED,
+        in_identity=_has_edges,
         help='[blocks of each stage](pipeline-axis.md#stages): `"3,2,2,1"`, or `"net1; relu net2"`; no effect with '
         "`pp = 1`",
     )
-    interleave: int = declare(1, **COUNT, help="number of stages per pipeline rank; no effect with `pp = 1`")
+    interleave: int = declare(
+        1,
+        **COUNT,
+        needs=PIPELINED,
+        in_identity=_has_edges,
+        help="number of stages per pipeline rank; no effect with `pp = 1`",
+    )
     max_in_flight: int | None = declare(
         None,
         **COUNT,
+        needs=PIPELINED,
         help='with `schedule = "zero-bubble"`: how many microbatches a stage may hold activations of; none means '
         "`pp`, as in 1F1B",
     )
     program: str = declare(
         "",
+        needs=Needs('schedule = "written"', lambda plan: plan.pp > 1 and plan.schedule == "written"),
         help='with `schedule = "written"`: the [order of microbatches](pipeline-axis.md#written-programs), a line for '
         "each pipeline rank; on the command line a file",
     )
@@ -75,14 +135,21 @@ class PlanFields:
     edge: str = declare(
         "none",
         choices=EDGES,
+        in_identity=_has_edges,
         help="[compression](pipeline-axis.md#compressed-edges) of what stages send each other; needs `pp > 1`",
     )
     edge_density: float = declare(
-        DEFAULT_DENSITY, above=0, maximum=1.0, help='with `edge = "dct"`: fraction of each row that is sent'
+        DEFAULT_DENSITY,
+        above=0,
+        maximum=1.0,
+        needs=Needs('edge = "dct"', lambda plan: plan.edge == "dct"),
+        in_identity=lambda plan: plan.edge == "dct",
+        help='with `edge = "dct"`: fraction of each row that is sent',
     )
     ring: str = declare(
         "zigzag",
         choices=RINGS,
+        needs=Needs("cp above ulysses", lambda plan: plan.cp > plan.ulysses),
         help="the variant of [ring attention](context-axis.md#which-variant); no effect with `cp = 1` or `ulysses = "
         "cp`",
     )
@@ -106,23 +173,46 @@ class PlanFields:
         "step",
         choices=("step", "local", "server"),
         supported=("step", "local"),
+        in_identity=LOCAL["in_identity"],
         help="`step`: reduce gradients in every step; `local`: [local steps](local-steps.md)",
     )
-    local_steps: int = declare(10, minimum=1, help='with `sync = "local"`: number of steps between two averagings')
+    local_steps: int = declare(
+        10, minimum=1, **LOCAL, help='with `sync = "local"`: number of steps between two averagings'
+    )
     outer_lr: float = declare(
         1.0,
         above=0,
         maximum=10.0,
+        **LOCAL,
         help='with `sync = "local"`: how far weights move towards the average; 1 is all the way',
     )
     outer_momentum: float = declare(
-        0.0, minimum=0, maximum=0.999, help='with `sync = "local"`: Nesterov momentum of these outer steps'
+        0.0, minimum=0, maximum=0.999, **LOCAL, help='with `sync = "local"`: Nesterov momentum of these outer steps'
     )
-    codec: str = declare("none", choices=("none", *CODECS), help="gradient compression ([codecs](codecs.md))")
-    codec_rank: int = declare(4, minimum=1, help="number of columns in the factors of `powersgd`")
-    codec_density: float = declare(0.01, above=0, maximum=1.0, help="fraction of elements that `topk` and `dct` send")
+    codec: str = declare(
+        "none",
+        choices=("none", *CODECS),
+        in_identity=lambda plan: plan.codec != "none",
+        help="gradient compression ([codecs](codecs.md))",
+    )
+    codec_rank: int = declare(
+        CodecSpec.matrix_rank,
+        minimum=1,
+        **_with_codec("codec_rank"),
+        help="number of columns in the factors of `powersgd`",
+    )
+    codec_density: float = declare(
+        CodecSpec.density,
+        above=0,
+        maximum=1.0,
+        **_with_codec("codec_density"),
+        help="fraction of elements that `topk` and `dct` send",
+    )
     codec_refresh_steps: int = declare(
-        100, minimum=1, help="number of reductions of a bucket for which `dct` keeps its threshold"
+        CodecSpec.refresh_steps,
+        minimum=1,
+        **_with_codec("codec_refresh_steps"),
+        help="number of reductions of a bucket for which `dct` keeps its threshold",
     )
     offload: str = declare(
         "none",
@@ -132,16 +222,19 @@ class PlanFields:
     precision: str = declare(
         "keep",
         choices=("keep", *COMPUTE_FORMATS),
+        in_identity=_differs_from_keep("precision"),
         help="dtype of forward and backward; `keep` is that of the model ([precision](precision.md))",
     )
     reduce_dtype: str = declare(
         "keep",
         choices=("keep", *REDUCE_FORMATS),
+        in_identity=_differs_from_keep("reduce_dtype"),
         help="dtype in which gradients are summed; `keep` is that of the weights",
     )
     batch_norm: str = declare(
         "error",
         choices=("error", "local", "sync"),
+        in_identity=lambda plan: plan.batch_norm == "local",
         help="batch norm when a batch is split ([below](#batch-norm-and-unused-parameters))",
     )
     unused: str = declare(
@@ -159,7 +252,7 @@ class PlanFields:
     )
 
 
-PLAN_FIELDS: dict[str, Field] = declared_fields(PlanFields)
+PLAN_FIELDS: dict[str, PlanField] = declared_fields(PlanFields, PlanField)
 FIELDS = tuple(PLAN_FIELDS)
 
 
@@ -172,14 +265,8 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
         if rule is None:
             close = closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
-        elif not rule.accepts(value):
-            choices = [choice for choice in rule.supported or rule.choices if isinstance(choice, str)]
-            close = closest_match(value, choices) if isinstance(value, str) else None
-            problems.append(Problem(f"{name} = {value!r}", rule.requirement(), f"{name} = {close}" if close else ""))
-        elif rule.supported is not None and value not in rule.supported:
-            built = " or ".join(map(str, rule.supported))
-            need = f"{built} (other values are not implemented yet)"
-            problems.append(Problem(f"{name} = {value}", need, f"{name} = {built}"))
+        else:
+            problems += rule.problems(name, value, none="none")
     cp, ulysses = values.get("cp", 1), values.get("ulysses", 1)
     if (
         isinstance(cp, int)
@@ -222,6 +309,6 @@ def parse_value(name: str, text: str) -> object:
     if rule.is_optional and text == "none":
         return None
     try:
-        return PARSERS.get(rule.type, str)(text)
+        return rule.kind.parse(text)
     except (ValueError, OverflowError):
         return text

@@ -23,7 +23,7 @@ from fourfold.trainer.lr_factors import check_tuned_size, lr_factors
 from fourfold.words import argument_checks
 from fourfold.words.argument_checks import MAX_SEED
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
-from fourfold.words.field import declare, declared_settings, to_builtin
+from fourfold.words.field import declare, declared_problems, declared_settings, to_builtin
 from fourfold.words.measures import MODES
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import DEFAULT_STEPS, Task, check_task, length_problems
@@ -261,7 +261,7 @@ def make_settings(task: Task, **given: Any) -> Settings:
     check_task(task)
     from_task = {name: getattr(task, name) for name in TASK_FIELDS if given.get(name) is None}
     settings = Settings(**{**given, **from_task, **run_length(task, given)})
-    problems = setting_problems(settings) + length_problems(given.get("steps"), given.get("epochs"))
+    problems = declared_problems(settings) + length_problems(given.get("steps"), given.get("epochs"))
     if problems:
         raise SettingError(problems, where="the settings")
     # NumPy's numbers and paths become Python's own, which JSON can hold.
@@ -277,12 +277,3 @@ def run_length(task: Task, given: Mapping[str, Any]) -> dict[str, int | None]:
     asked = given if given.get("steps") is not None or given.get("epochs") is not None else vars(task)
     steps, epochs = asked.get("steps"), asked.get("epochs")
     return {"steps": DEFAULT_STEPS if steps is None and epochs is None else steps, "epochs": epochs}
-
-
-def setting_problems(settings: Settings) -> list[Problem]:
-    """Every setting that has an impossible value."""
-    return [
-        problem
-        for name, each in declared_settings(settings).items()
-        for problem in each.problems(name, getattr(settings, name))
-    ]

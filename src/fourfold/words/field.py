@@ -7,6 +7,7 @@ text   the value as a word of a command line has it
 Law: what is needed is said in the same words wherever a value is given.
 """
 
+import contextlib
 import dataclasses
 import numbers
 import os
@@ -15,24 +16,79 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from fourfold.words.argument_checks import format_argument, is_int, is_real
 from fourfold.words.errors import Problem, SettingError, closest_match
 from fourfold.words.units import Dimension, read_quantity
 
+
+class Kind(NamedTuple):
+    """The values of a type: how errors name one, which they are, and how each is read."""
+
+    need: str
+    holds: Callable[[Any], bool]
+    parse: Callable[[str], Any] = str
+    """The value in a text. Raises ValueError."""
+    convert: Callable[[Any], Any] = lambda value: value
+    """What a TOML file has, as a value; or what it has, if it is none."""
+    has_commas: bool = True
+    """Whether a comma may be part of one value."""
+
+
+def _parse_int(text: str) -> int:
+    value = float(text)  # accepts 1e4
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(text) if "e" not in text.lower() and "." not in text else int(value)
+
+
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-TYPE_TEXTS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple: "numbers with commas between them",
-    os.PathLike: "a path",
-    Mapping: "a dict",
-    None: "a value",
-}
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in BOOL_WORDS:
+        raise ValueError(text)
+    return BOOL_WORDS[text.lower()]
+
+
+def _parse_any(text: str) -> Any:
+    for reader in (_parse_int, float):
+        with contextlib.suppress(ValueError, OverflowError):
+            return reader(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _to_numbers(value: Any) -> Any:
+    is_list = isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    return tuple(map(float, value)) if is_list else value
+
+
 SCALARS = (bool, int, float, str)
+KINDS: dict[Any, Kind] = {
+    int: Kind(
+        "a whole number",
+        is_int,
+        _parse_int,
+        lambda value: int(value) if type(value) is float and value.is_integer() else value,  # 1e4
+        has_commas=False,
+    ),
+    float: Kind(
+        "a number", is_real, float, lambda value: float(value) if type(value) is int else value, has_commas=False
+    ),
+    bool: Kind("true or false", lambda value: isinstance(value, bool), _parse_bool, has_commas=False),
+    str: Kind("a text", lambda value: isinstance(value, str)),
+    tuple: Kind(
+        "numbers with commas between them",
+        lambda value: type(value) is tuple and all(map(is_real, value)),
+        lambda text: tuple(map(float, text.split(","))),
+        _to_numbers,
+    ),
+    os.PathLike: Kind("a path", lambda value: isinstance(value, str | os.PathLike)),
+    Mapping: Kind("a dict", lambda value: isinstance(value, Mapping)),
+    None: Kind("a value", lambda value: type(value) in SCALARS, _parse_any),
+}
+"""By a field's type. Of another class every instance is a value, and no text."""
 WORD_TYPES = (*SCALARS, tuple)
 """What a word of a command line can be."""
 
@@ -46,7 +102,7 @@ class Field:
     minimum, maximum  the least and the greatest value; `above`, `below`: bounds that are not legal themselves
     choices      the legal values; `supported`: those that this version can build, where they are not all
     dimension    of a number that has a unit, such as "80 GiB"
-    check        (value, name) -> problems, where the type and the bounds do not say it all
+    check        (value, name) -> problems, in place of the type and the bounds where they do not say it all
     attempt      what an error suggests
     default      what it is if it is not given; dataclasses.MISSING: it must be given
     default_text the default as tables show it; "": the default itself
@@ -68,6 +124,11 @@ class Field:
     default: Any = dataclasses.field(default_factory=lambda: dataclasses.MISSING)
     default_text: str = ""
 
+    @property
+    def kind(self) -> Kind:
+        """The row of KINDS."""
+        return KINDS.get(self.type) or Kind(f"a {self.type.__name__}", lambda value: isinstance(value, self.type))
+
     def requirement(self, none: str = "none") -> str:
         """What an error says is needed. `none`: how None is written where the value is given."""
         return self._need() + (f", or {none}" if self.is_optional else "")
@@ -75,7 +136,7 @@ class Field:
     def _need(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
-        need = TYPE_TEXTS.get(self.type) or f"a {self.type.__name__}"
+        need = self.kind.need
         if self.type is int and self.minimum is not None and self.maximum is not None:
             return f"{need} from {self.minimum} to {self.maximum}"
         lower = f" of at least {self.minimum:g}" if self.minimum is not None else ""
@@ -88,21 +149,9 @@ class Field:
         """Whether a value given in Python or read from a file is legal, in this version or a later one."""
         if value is None:
             return self.is_optional
-        return self._has_type(value) and self._is_within(value)
-
-    def _has_type(self, value: object) -> bool:
-        kind = type(value)
-        if kind is self.type and kind in (int, str, bool):  # most values: planning makes many thousands of plans
-            return True
-        if self.type is None:
-            return kind in SCALARS
-        if self.type is float:
-            return is_real(value)
-        if self.type is int:
-            return is_int(value)
-        if self.type is tuple:
-            return type(value) is tuple and all(map(is_real, value))
-        return isinstance(value, (str, os.PathLike) if self.type is os.PathLike else self.type)
+        # Most values have the very type: planning makes many thousands of plans.
+        has_type = (type(value) is self.type and self.type in (int, str, bool)) or self.kind.holds(value)
+        return has_type and self._is_within(value)
 
     def _is_within(self, value: Any) -> bool:
         if self.choices:
@@ -114,21 +163,28 @@ class Field:
             and (self.below is None or value < self.below)
         )
 
-    def problems(self, name: str, value: Any) -> list[Problem]:
-        """The problem with a value given in Python, if there is one."""
+    def problems(self, name: str, value: Any, *, none: str = "None") -> list[Problem]:
+        """The problem with a value, if there is one. `none`: how None is written where the value is given."""
         if value is None and self.is_optional:
             return []
         if self.check is not None:
             return self.check(value, name)
-        if self.accepts(value):
-            return []
-        return [Problem(format_argument(name, value), self.requirement("None"), self.attempt)]
+        if not self.accepts(value):
+            texts = [each for each in self.supported or self.choices if isinstance(each, str)]
+            close = closest_match(value, texts) if isinstance(value, str) else None
+            attempt = self.attempt or (f"{name} = {close}" if close else "")
+            return [Problem(format_argument(name, value), self.requirement(none), attempt)]
+        if self.supported is not None and value not in self.supported:
+            built = " or ".join(map(str, self.supported))
+            need = f"{built} (other values are not implemented yet)"
+            return [Problem(f"{name} = {value}", need, f"{name} = {built}")]
+        return []
 
     def parse(self, text: str) -> Any:
         """The value in a text. Raises ValueError if it is not legal."""
         if text.lower() == "none" and (self.is_optional or self.type is None):
             return None
-        value = PARSERS.get(self.type, str)(text)
+        value = self.kind.parse(text)
         if not self._is_within(value):
             raise ValueError(text)
         return value
@@ -137,12 +193,7 @@ class Field:
         """The value that a TOML file has. Raises ValueError if it is not legal: the text "3" is no number."""
         if isinstance(value, str) and value.lower() == "none" and (self.is_optional or self.type is None):
             return None
-        if self.type is float and type(value) is int:
-            value = float(value)
-        if self.type is int and type(value) is float and value.is_integer():  # 1e4
-            value = int(value)
-        if self.type is tuple and isinstance(value, list) and all(type(each) in (int, float) for each in value):
-            value = tuple(map(float, value))
+        value = self.kind.convert(value)
         if value is None or not self.accepts(value):
             raise ValueError(value)
         return value
@@ -155,11 +206,14 @@ class Field:
                 raise SettingError(value._replace(attempt=value.attempt.replace(" = ", "=", 1)), where=where)
             return value
         try:
-            return self.parse(text)
+            value = self.parse(text)
         except (ValueError, OverflowError):
             shown = text if len(text) <= 60 else f"{text[:60]}…"
             problem = Problem(f"{name} = {shown or '(nothing)'}", self.requirement(), self.attempt)
             raise SettingError(problem, where=where) from None
+        if self.check is not None and (problems := self.problems(name, value)):
+            raise SettingError(problems, where=where)
+        return value
 
     def read_list(self, name: str, text: str, *, where: str = "") -> list[Any]:
         """The values of `name=text,text`. Raises SettingError if one is not legal, or is there twice."""
@@ -174,13 +228,13 @@ class Field:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The values that completion offers."""
+        """The values, where they are few."""
         return ("true", "false") if self.type is bool else tuple(map(str, self.supported or self.choices))
 
     @property
     def has_commas(self) -> bool:
         """Whether a comma may be part of one value: of a text, or of numbers."""
-        return not self.choices and self.type not in (bool, int, float)
+        return not self.choices and self.kind.has_commas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,42 +289,7 @@ def _read_word(field: Field, key: str, text: str) -> Any:
     return field.read(key, text)
 
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
-
-
-def _parse_int(text: str) -> int:
-    value = float(text)  # accepts 1e4
-    if not value.is_integer():
-        raise ValueError(text)
-    return int(text) if "e" not in text.lower() and "." not in text else int(value)
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in BOOL_WORDS:
-        raise ValueError(text)
-    return BOOL_WORDS[text.lower()]
-
-
-def _parse_numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _parse_any(text: str) -> Any:
-    for reader in (_parse_int, float):
-        try:
-            return reader(text)
-        except (ValueError, OverflowError):
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: _parse_int,
-    float: float,
-    bool: _parse_bool,
-    tuple: _parse_numbers,
-    None: _parse_any,
-}
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def value_text(value: object) -> str:
@@ -302,7 +321,10 @@ def declare(default: Any = dataclasses.MISSING, /, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata=declared)
 
 
-def declared_fields(declaring: Any, kind: type[Field] = Field) -> dict[str, Any]:
+AnyField = TypeVar("AnyField", bound=Field)
+
+
+def declared_fields(declaring: Any, kind: type[AnyField]) -> dict[str, AnyField]:
     """What a dataclass, or the class of an instance, declares, by name."""
     return {each.name: _declared(each, kind) for each in dataclasses.fields(declaring)}
 
@@ -312,7 +334,13 @@ def declared_settings(declaring: Any) -> dict[str, Setting]:
     return declared_fields(declaring, Setting)
 
 
-def _declared(each: Any, kind: type[Field]) -> Field:
+def declared_problems(instance: Any) -> list[Problem]:
+    """Everything that is declared and has an illegal value."""
+    fields = declared_settings(instance).items()
+    return [problem for name, each in fields for problem in each.problems(name, getattr(instance, name))]
+
+
+def _declared(each: Any, kind: type[AnyField]) -> AnyField:
     members = hint_members(each.type)
     declared_type = next(member for member in members if member is not type(None))
     of_annotation = {"type": declared_type, "is_optional": type(None) in members, "default": each.default}
