@@ -7,9 +7,10 @@ import pytest
 
 from fourfold.callbacks import CSV, EarlyStopping
 from fourfold.cli import main
-from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli.arguments import parse_values
 from fourfold.cli.callback_loader import load_callbacks
-from fourfold.cli.job import parse_job, planned_size
+from fourfold.cli.job import parse_job
+from fourfold.cli.run import resolve
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
 from fourfold.words.errors import SettingError
 
@@ -35,7 +36,7 @@ def needs(argument):
 
 
 def loaded(*words: str) -> list:
-    parsed = parse_values(parse_args(words).values, {})
+    parsed = parse_values(resolve(words).texts, {})
     return load_callbacks(parsed.run.get("callback"), parsed.callback_options)
 
 
@@ -125,7 +126,6 @@ def test_a_callback_in_the_file_of_the_task_is_of_the_same_module(capfd):
     "callback=csv,mine.py:made,cvs",
     "csv.folder=x",
     "callback=csv callback=early_stopping early_stopping.patience=x",
-    "sede=3",
     "seed=x",
 ])  # fmt: skip
 def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(word, capfd):
@@ -141,9 +141,8 @@ def test_right_words_are_known_without_the_task_and_without_running_a_file():
     Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...")
     Path("config.toml").write_text("[task]\nbetas = [1, 2]\n[run]\ncallback = 'csv'\n[plan]\nzero = 1")
     words = ["mine.py", "callback=csv,mine.py:made", "csv.folder=x", "betas=1,2", "seed=3"]
-    assert planned_size(words, 3) == planned_size([*words, "config.toml"], 3) == 3
-    assert planned_size([*words, "beta=1"], 3) is None
-    assert planned_size(["nowhere.py:made", "beta=1"], 3) == 3  # its arguments cannot be read yet
+    assert resolve(words).planned_size(3) == resolve([*words, "config.toml"]).planned_size(3) == 3
+    assert resolve([*words, "keep=x"]).planned_size(3) is None
 
 
 def test_early_stopping_without_evaluations_is_refused_before_any_process_starts(capfd):

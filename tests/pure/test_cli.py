@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main, sigint
-from fourfold.cli.arguments import SETTINGS, ParsedArgs, argument_types, parse_args, parse_values
+from fourfold.cli.arguments import SETTINGS, argument_types, parse_values
 from fourfold.cli.errors import nearest_file, report_error
-from fourfold.cli.task_source import is_script
+from fourfold.cli.run import Run, resolve
+from fourfold.cli.task_loader import is_script
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
@@ -307,13 +308,10 @@ def test_a_run_name_that_is_taken_is_refused(refused: Refused) -> None:
 
 
 def test_arguments_are_classified_by_their_form() -> None:
-    parsed = parse_args(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
-    assert parsed == ParsedArgs(
-        task="my/task.py:task",
-        plan_file="plans/two.toml",
-        values={"data": "a.toml", "steps": "5", "prompt": "a = b"},
-    )
-    assert parse_args([]) == ParsedArgs(task=None, plan_file=None, values={})
+    parsed = resolve(["data=a.toml", "my/task.py:task", "steps=5", "plans/two.toml", "prompt=a = b"])
+    texts = {"data": "a.toml", "steps": "5", "prompt": "a = b"}
+    assert parsed == Run(named_task="my/task.py:task", plan_file="plans/two.toml", texts=texts)
+    assert resolve([]) == Run()
 
 
 def test_values_are_parsed_by_the_type_of_the_default() -> None:
@@ -341,7 +339,7 @@ def test_values_are_parsed_by_the_type_of_the_default() -> None:
         "seed=3",
         "dp=2",
     ]
-    parsed = parse_values(parse_args(words).values, argument_types(task))
+    parsed = parse_values(resolve(words).texts, argument_types(task))
     assert parsed.task == {
         "width": 1000,
         "lr": 3.0,
@@ -606,10 +604,9 @@ def test_a_command_runs_with_stdin_and_stdout_closed():
 
 MISSING = """
 import sys
-from fourfold.cli.named_files import check_named_files
+from fourfold.cli.run import check_named_files
 for words, expected in {
     "train": ("nofile.py:task", "nofile.py (no such file)"),
-    "name": ("mine.py:tusk", "no tusk"),
     "hf": ("hf:no.json", "no.json (no such file)"),
     "text": ("lm data=no", "nothing at no"),
     "init": ("lm init=no", "init = no (no such file)"),
@@ -619,7 +616,6 @@ for words, expected in {
     "plan": ("lm no.toml", "no.toml (no such file"),
     "recipe": ("lm recipe:no", "recipe:no"),
     "in a settings file": ("run.toml", "init = no (no such file)"),
-    "callback's name": ("mine.py callback=mine.py:x", "no x"),
     "one of several callbacks": ("mine.py callback=csv,tensorbord", "try tensorboard"),
 }.values():
     try:
@@ -652,52 +648,6 @@ assert "torch" not in sys.modules
 """
 
 
-UNKNOWN = """
-import sys
-from fourfold.cli.named_files import check_named_files
-for words, expected in {
-    "renamed.py": "no task   need a Task, or a function that returns one   try renamed.py:tusk",
-    "made.py": "try made.py:make",
-    "made.py:dota": "try made.py:data",
-    "task.py steps=1,2 lerning=3": "lerning = 3   need a known setting",
-    "task.py lr=3": "lr = 3   need a known setting   try the optimizer of the task",
-    "task.py n=3": "n = 3   need a known setting   try -n N, the number of processes",
-    "task.py device=cuda": "device = cuda   need a known setting   try CUDA_VISIBLE_DEVICES= to hide GPUs",
-    "task.py gpus=3": "gpus = 3   need a known setting   try -n N, the number of processes",
-    "task.py wandb=true": "wandb = true   need a known setting   try callback=wandb",
-    "task.py lerning=3": "lerning = 3   need a known setting",
-    "task.py batch_size=many dp=two": "batch_size = many   need a whole number",
-    "task.py dp=two": "dp = 'two'   need a whole number",
-    "bad.toml task.py": "zeroo = 1",
-    "sections.toml": "cliip = 1 in [run]",
-}.items():
-    try:
-        check_named_files(words.split())
-    except Exception as error:
-        assert expected in str(error), (words, error)
-    else:
-        raise AssertionError(words)
-for harmless in ("task.py steps=3,4 dp=2", "rebound.py lerning=3", "imports.py", "task.py callback=none"):
-    check_named_files(harmless.split())
-assert "torch" not in sys.modules
-"""
-
-
-def test_unknown_settings_and_a_missing_default_name_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    made = "import fourfold as ff\n\n\ndef data(): ...\n\n\ndef bare(data):\n    return ff.Task()\n"
-    made += "\n\ndef make():\n    return ff.Task(data=data)\n"
-    Path(tmp_path / "made.py").write_text(made)
-    Path(tmp_path / "renamed.py").write_text("import fourfold as ff\n\ntusk = ff.Task()\n")
-    Path(tmp_path / "task.py").write_text("from fourfold import Task\n\ntask = Task()\n")
-    Path(tmp_path / "rebound.py").write_text("import fourfold as ff\n\ntask = ff.Task()\nif 1:\n    task = 3\n")
-    Path(tmp_path / "imports.py").write_text("import nothing\n")
-    Path(tmp_path / "sections.toml").write_text('[task]\nname = "task.py"\n[run]\ncliip = 1\n')
-    Path(tmp_path / "bad.toml").write_text("version = 1\nzeroo = 1\n")
-    command = [sys.executable, "-c", UNKNOWN]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-
-
 def test_files_and_names_that_are_not_there_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def task(*, init: str = 'a', tensor: int = 1): ...\n")
     (tmp_path / "run.toml").write_text('[task]\nname = "lm"\n[run]\ninit = "no"\n')
@@ -714,7 +664,6 @@ def test_files_and_names_that_are_not_there_are_refused_before_torch_is_imported
         ("def task(): return 1\n", False),
         ("from other import task\n", False),
         ("import fourfold as ff\nsmall = ff.Task()\n", False),
-        ("def (", False),
     ],
 )
 def test_a_file_without_a_task_is_a_script(tmp_path: Path, text: str, expected: bool):

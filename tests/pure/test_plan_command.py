@@ -14,6 +14,7 @@ from fourfold.cli.plan import timing as plan_timing
 from fourfold.cli.plan.command import candidates_of
 from fourfold.cli.plan.machine import Machine
 from fourfold.cli.plan.question import Question, Questions
+from fourfold.cli.run import resolve
 from fourfold.cli.run_commands import train
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
@@ -177,19 +178,18 @@ def test_the_words_of_the_planner_are_no_unknown_settings_of_a_training(monkeypa
 def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
     Path("ask.toml").write_text('version = 1\ndevices = 8\ntp = 2\nzero = 1\nprecision = "auto"\n')
     arguments = plan_question.PlanArguments(others=("digits", "ask.toml", "zero=3", "batch_size=64"))
-    command = plan_question._command_of(arguments)
-    ask = plan_question.read_ask(arguments, command, devices=None)
+    ask = plan_question.read_ask(arguments, resolve(arguments.others), devices=None)
     assert dict(ask.pinned) == {"tp": 2, "zero": 3}
     assert (ask.devices, ask.requested) == (8, ("precision",))
     assert plan_question.task_words(arguments) == ["digits", "batch_size=64"]
     settings = Path("run.toml")
     settings.write_text('[task]\nname = "digits"\n[plan]\ndp = 2\n')
     arguments = plan_question.PlanArguments(others=("run.toml", "zero=auto"))
-    ask = plan_question.read_ask(arguments, plan_question._command_of(arguments), devices=4)
+    ask = plan_question.read_ask(arguments, resolve(arguments.others), devices=4)
     assert dict(ask.pinned) == {"dp": 2}
     assert ask.is_open("zero")
     kept = dataclasses.replace(arguments, kept={"codec": "topk"})
-    assert dict(plan_question.read_ask(kept, plan_question._command_of(kept), devices=4).pinned) == {"codec": "topk"}
+    assert dict(plan_question.read_ask(kept, resolve(kept.others), devices=4).pinned) == {"codec": "topk"}
 
 
 def test_a_measured_machine_with_gpus_has_the_memory_of_the_smallest(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli.arguments import parse_values
+from fourfold.cli.run import resolve
 from fourfold.plan.plan import Plan
 from fourfold.planner.plan_text import (
     against,
@@ -56,7 +57,7 @@ PLANS = st.builds(
 
 @given(plan=PLANS)
 def test_the_words_of_a_plan_are_that_plan_on_the_command_line(plan):
-    values = parse_values(parse_args(shlex.split(plan_words(plan))).values, {}).plan
+    values = parse_values(resolve(shlex.split(plan_words(plan))).texts, {}).plan
     again = Plan.from_dict(values)
     without = dict.fromkeys(plan.ineffective_fields, dataclasses.MISSING)
     assert {**dataclasses.asdict(again), **without} == {**dataclasses.asdict(plan), **without}

@@ -7,7 +7,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.cli.job import parse_job, prepare_job
 from fourfold.cli.plan.question import trained_task
-from fourfold.cli.settings_file import recipe_lines
+from fourfold.cli.run import resolve
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import recipe_fields, recipe_names, recipe_summary
 from fourfold.words.errors import FourfoldError, PlanError
@@ -47,7 +47,7 @@ def test_a_recipe_brings_settings_of_the_run_which_words_replace():
     for words, clip in (((), None), (("clip=2",), 2.0)):
         job = parse_job(["digits", "recipe:pipedream", *words])
         assert (job.task.clip, job.plan) == (clip, Plan.recipe("pipedream"))
-        said = recipe_lines(["digits", "recipe:pipedream", *words])
+        said = resolve(["digits", "recipe:pipedream", *words]).recipe_lines
         assert said == ([] if words else ["recipe:pipedream: clip = none"])
     source = trained_task(["lm", "recipe:pipedream"]).source
     assert source.update_spec.clip is None

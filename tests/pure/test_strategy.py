@@ -2,7 +2,7 @@
 
 import pytest
 
-from fourfold.cli.arguments import parse_args
+from fourfold.cli.run import resolve
 from fourfold.cli.strategy import expand_strategy
 from fourfold.words.errors import SettingError
 
@@ -29,6 +29,6 @@ def test_a_strategy_becomes_fields_of_the_plan(words, fields):
 ])  # fmt: skip
 def test_what_is_no_strategy_is_said_at_once(words, parts):
     with pytest.raises(SettingError) as caught:
-        parse_args(["lm", *words])
+        resolve(["lm", *words])
     for part in parts:
         assert part in str(caught.value)

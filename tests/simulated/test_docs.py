@@ -14,8 +14,8 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.axes.tensor.rules.styles import parse_rules, read_rules
-from fourfold.cli.arguments import parse_args
 from fourfold.cli.commands import parse_command
+from fourfold.cli.run import resolve
 from fourfold.cli.settings_file import read_settings_file
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
@@ -143,4 +143,4 @@ def test_every_command_of_a_page_is_one_that_fourfold_accepts(page):
     for line in commands(page):
         command = parse_command(shlex.split(re.sub(r"\[.*?\]", "", line))[1:])  # without what may be left out
         if isinstance(command, functools.partial) and command.func.__name__ in ("train", "show", "verify"):
-            parse_args(command.args[0])
+            resolve(command.args[0])

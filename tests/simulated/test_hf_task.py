@@ -17,7 +17,6 @@ from fourfold.checkpoint.store import CheckpointStore
 from fourfold.cli.job import parse_job, run_prefix
 from fourfold.cli.settings_file import read_settings_file
 from fourfold.cli.task_loader import find_task, make_task, task_arguments
-from fourfold.cli.task_source import argument_names
 from fourfold.feed.source import fetch
 from fourfold.plan.plan import Plan
 from fourfold.proof.float64_mode import Float64Mode
@@ -192,7 +191,6 @@ def test_the_tokens_of_a_text_do_not_depend_on_where_it_is_cut(monkeypatch):
 def test_the_task_is_named_by_the_path_of_its_config(tmp_path):
     factory = find_task("hf:llama.json")
     types = task_arguments(factory)
-    assert list(types) == argument_names("hf:llama.json")
     assert (types["data"].type, types["length"].type, types["clip"].type) == (str, int, float)
     assert isinstance(make_task(factory, {"length": 8}, spec="hf:llama.json"), Task)
     assert [run_prefix(spec) for spec in ("hf:llama.json", "hf:small/config.json")] == ["hf-llama", "hf-small"]

@@ -1,6 +1,5 @@
-"""Arguments: the words of a command line, sorted, and their values parsed.
+"""Arguments: what may be given to a run as KEY=VALUE, and the values in words.
 
-word   a task, a plan (….toml or recipe:NAME), or KEY=VALUE
 key    a field of the plan, a setting of the run, or a keyword argument of the task's function
 Law: an unknown key or an invalid value is an error that names the closest valid one; nothing is ignored.
 """
@@ -9,20 +8,18 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.strategy import STRATEGY_WORDS, expand_strategy
+from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value
-from fourfold.plan.recipes import RECIPE_PREFIX
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, Settings
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 from fourfold.words.field import (
-    KEY_VALUE,
     WORD_TYPES,
     Field,
     Setting,
@@ -97,15 +94,6 @@ SETTINGS = command_line_settings(Settings, RulesSettings, CallbackSettings, Laun
 
 
 @dataclass(frozen=True)
-class ParsedArgs:
-    """The words of a command line, sorted; None where there is no such word."""
-
-    task: str | None = None
-    plan_file: str | None = None
-    values: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ParsedValues:
     """The values, by what they belong to; `callback_options` are still texts, by NAME.OPTION."""
 
@@ -115,35 +103,11 @@ class ParsedValues:
     callback_options: dict[str, str] = field(default_factory=dict)
 
 
-def parse_args(words: Iterable[str]) -> ParsedArgs:
-    """Sort the words. Raises SettingError if there are two tasks, two plans, or a key twice."""
-    tasks: list[str] = []
-    plans: list[str] = []
-    values: dict[str, str] = {}
-    problems = []
-    for word in words:
-        match = KEY_VALUE.fullmatch(word)
-        if not match:
-            (plans if word.endswith(".toml") or word.startswith(RECIPE_PREFIX) else tasks).append(word)
-            continue
-        if match["key"] == CALLBACK_WORD and CALLBACK_WORD in values:
-            values[CALLBACK_WORD] += f",{match['value']}"
-            continue
-        if match["key"] in values:
-            problems.append(Problem(f"{match['key']} = {values[match['key']]} and {word}", "each key once"))
-        values[match["key"]] = match["value"]
-    if len(tasks) > 1:
-        problems.append(Problem(" and ".join(tasks), "one task", "settings as key=value"))
-    if len(plans) > 1:
-        problems.append(Problem(" and ".join(plans), "one plan"))
-    values, wrong_strategy = expand_strategy(values)
-    problems += wrong_strategy
-    if problems:
-        raise SettingError(problems, where="the command line")
-    return ParsedArgs(task=tasks[0] if tasks else None, plan_file=plans[0] if plans else None, values=values)
+Arguments = Mapping[str, Field] | None
+"""The keyword arguments of the task's function; None if the task is unknown."""
 
 
-def parse_values(values: Mapping[str, str], arguments: Mapping[str, Field] | None) -> ParsedValues:
+def parse_values(values: Mapping[str, str], arguments: Arguments) -> ParsedValues:
     """The value of every key. `arguments`: those of the task; None if the task is unknown, then unknown keys pass.
 
     The fields of the plan are parsed here and checked by the plan. Raises SettingError with all problems.

@@ -11,6 +11,7 @@ from typing import Any
 
 from fourfold.cli import task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues
+from fourfold.cli.errors import ErrorCollector
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
@@ -42,6 +43,17 @@ def check_shipped_callbacks(spec: str | None, options: Mapping[str, str]) -> Non
     """Raise SettingError for what `load_callbacks` will refuse, but for callbacks in a file, which is not run here."""
     names = [] if spec is None else [name for name in spec.split(",") if ".py" not in name]
     load_callbacks(",".join(names) or None, options)
+
+
+def check_callback_files(spec: object, errors: ErrorCollector) -> None:
+    """Collect what is wrong with the names of callbacks, and files of theirs that are not there."""
+    for name in spec.split(",") if isinstance(spec, str) and spec.lower() != "none" else ():
+        file = name.strip().partition(":")[0]
+        with errors.collect():
+            if file.endswith(".py"):
+                task_loader.check_python_file(file, SettingError, "a Python file")
+            else:
+                registry.check_shipped(name.strip())
 
 
 def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,21 +21,47 @@ from fourfold.words.errors import Problem, SettingError, closest_match, place_of
 Command = Callable[[], int]
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # the plain help is twice as fast
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-COMMANDS = (
-    *("train", "run", "show", "plan", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new", "completion"),
-)
+COMMANDS = (*("train", "run", "show", "plan", "verify", "checkpoint", "feed", "report", "watch", "doctor", "new"),)
 WITH_SETTINGS = ("fourfold train", "fourfold show", "fourfold plan", "fourfold verify")
 OPTIONS, RUN_OPTIONS = "[-n N]", "[-n N] [--restarts K]"
-TRAIN_WORDS = "TASK FILE.toml KEY=VALUE"
 SHOW_RANKS = "fourfold show lm dp=2"
 SETTINGS_PLACE = "{settings}"  # in the docstring of `train`, replaced by the table of settings
 FIELDS_PLACE = "{fields}"  # in that of `show`, by the table of the plan's fields
+
+
+def _offered_words(incomplete: str) -> list[str]:
+    """What completion offers for a word of a training."""
+    from fourfold.cli.arguments import SETTINGS
+    from fourfold.cli.task_loader import BUILT_IN
+    from fourfold.plan.plan_fields import PLAN_FIELDS
+    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
+
+    fields = {**SETTINGS, **PLAN_FIELDS}
+    values = [f"{name}={value}" for name, each in fields.items() for value in each.offered or ("",)]
+    keys = [f"{name}=" for name in fields]
+    found = values if "=" in incomplete else [*keys, *BUILT_IN, *(f"{RECIPE_PREFIX}{name}" for name in recipe_names())]
+    return [word for word in found if word.startswith(incomplete)]
+
+
+def _offered_runs(incomplete: str) -> list[str]:
+    from fourfold.words.run_files import RUNS_DIR
+
+    return [path.name for path in Path(RUNS_DIR).glob("*/") if path.name.startswith(incomplete)]
+
+
+def _words(metavar: str, offered: Callable[[str], list[str]]) -> Any:
+    return typer.Argument(metavar=metavar, hidden=True, autocompletion=offered)
+
+
+TrainWords = Annotated[list[str] | None, _words("TASK FILE.toml KEY=VALUE", _offered_words)]
+PlanWords = Annotated[list[str] | None, _words("TASK ASK.toml KEY=VALUE", _offered_words)]
+Runs = Annotated[list[str] | None, _words("RUN [RUN…]", _offered_runs)]
+OneRun = Annotated[list[str] | None, _words("[RUN]", _offered_runs)]
 NumProcesses = Annotated[
     str | None,
     typer.Option("-n", metavar="N", help="Number of processes. Default: one per GPU, else min(cores, 4)."),
@@ -49,9 +76,13 @@ def parse_command(arguments: list[str]) -> Command | None:
             Problem(f"the command {word or '(nothing)'}", f"one of {', '.join(COMMANDS)}", _suggestion(word)),
             where="fourfold",
         )
+    help_text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as help_text:
+        with contextlib.redirect_stdout(help_text):
             command: Any = app(arguments, prog_name="fourfold", standalone_mode=False)
+    except SystemExit:  # completion ends itself, and has written what it offers
+        print_text(help_text.getvalue().removesuffix("\n"))
+        raise
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -115,7 +146,7 @@ def fourfold(
     fourfold watch NAME                   serve a page that shows a run while it trains
     fourfold doctor                       check this machine, and say what to fix
     fourfold new task.py                  write a task file to begin with
-    fourfold completion bash              print what makes Tab complete these words
+    fourfold --install-completion         make Tab complete these words
     """
     if version:
         print(versions())
@@ -137,7 +168,7 @@ class _WithTable(TyperCommand):
 
 @app.command(options_metavar=OPTIONS, cls=_WithTable)
 def train(
-    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    words: TrainWords = None,
     processes: NumProcesses = None,
 ) -> Command:
     """Train a task.
@@ -195,7 +226,7 @@ def run(
     cls=_WithTable,
 )
 def show(
-    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    words: TrainWords = None,
     page: Annotated[
         str | None, typer.Option("--html", metavar="PAGE", help="Write an HTML page, with a drawing of the timeline.")
     ] = None,
@@ -215,7 +246,7 @@ def show(
 
 @app.command(options_metavar="[-n N]", short_help="Find the fastest plan, say why, and what it takes.")
 def plan(
-    words: Annotated[list[str] | None, typer.Argument(metavar="TASK ASK.toml KEY=VALUE", hidden=True)] = None,
+    words: PlanWords = None,
     processes: Annotated[str | None, typer.Option("-n", metavar="N", help="As devices=N.")] = None,
 ) -> Command:
     """Find the fastest plan that fits, say why it is that, and what a step and a rank take. Starts no training.
@@ -248,7 +279,7 @@ def plan(
 
 @app.command(options_metavar=OPTIONS, short_help="Train with a plan and on one device, and compare.")
 def verify(
-    words: Annotated[list[str] | None, typer.Argument(metavar=TRAIN_WORDS, hidden=True)] = None,
+    words: TrainWords = None,
     processes: NumProcesses = None,
 ) -> Command:
     """Train a few steps on a mesh and on one device; compare losses, gradients, weights, buffers and optimizer states.
@@ -265,7 +296,7 @@ def verify(
     The exit code is 1 if a number deviates by more. Writes no files, except those that a script writes.
     """
     from fourfold.cli import run_commands, verify
-    from fourfold.cli.task_source import is_script
+    from fourfold.cli.task_loader import is_script
 
     command = verify.run_script if words and is_script(words[0]) else run_commands.verify
     return functools.partial(command, words or [], processes)
@@ -287,7 +318,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same 
 
 
 @app.command(options_metavar="[-h]", short_help="Write a page that shows a run, or compares several.")
-def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…]", hidden=True)] = None) -> Command:
+def report(
+    runs: Runs = None,
+) -> Command:
     """Write an HTML page that shows a run, or compares several.
 
     RUN is the folder of a run, or its name in runs/. The page of one run is report.html in its folder; that of several
@@ -300,7 +333,7 @@ def report(runs: Annotated[list[str] | None, typer.Argument(metavar="RUN [RUN…
 
 @app.command(options_metavar="[--port N]", short_help="Serve a page that shows a run while it trains.")
 def watch(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]", hidden=True)] = None,
+    runs: OneRun = None,
     port: Annotated[
         str, typer.Option("--port", metavar="N", help="The port. Default: any free port.", show_default=False)
     ] = "0",
@@ -321,26 +354,6 @@ def new(file: Annotated[str, typer.Argument(metavar="FILE.py", help="A file that
     from fourfold.cli.new_task import write_task
 
     return functools.partial(write_task, file)
-
-
-@app.command(
-    options_metavar="[-h]",
-    short_help="Print a script for shell completion.",
-    context_settings={"ignore_unknown_options": True},
-)
-def completion(
-    words: Annotated[list[str] | None, typer.Argument(metavar="bash|zsh|fish", hidden=True)] = None,
-) -> Command:
-    """Print what makes Tab complete commands, tasks, recipes and settings.
-
-    \b
-    bash   eval "$(fourfold completion bash)"       in ~/.bashrc
-    zsh    eval "$(fourfold completion zsh)"        in ~/.zshrc, after compinit
-    fish   fourfold completion fish | source        in ~/.config/fish/config.fish
-    """
-    from fourfold.cli.completion import print_completion
-
-    return functools.partial(print_completion, words or [], COMMANDS)
 
 
 def versions() -> str:

@@ -35,11 +35,12 @@ class ErrorCollector:
             self.errors.append(error)
 
     def raise_collected(self) -> None:
-        """Raise the collected errors, if there are any."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            raise ExceptionGroup("several problems", self.errors)
+        """Raise the collected errors, if there are any; each text once."""
+        errors = [*{str(error): error for error in self.errors}.values()]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup("several problems", errors)
 
 
 def report_error(error: BaseException) -> int:

@@ -10,35 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import arguments, settings_file, task_loader
+from fourfold.cli import arguments, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues
-from fourfold.cli.callback_loader import check_shipped_callbacks, load_callbacks, options_of_file
+from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector
-from fourfold.cli.job_checks import check_batch_size, check_fits_memory, check_init, check_order, check_tokens
-from fourfold.cli.plan_file import read_plan_text
 from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
-from fourfold.cli.rules_file import read_rules_setting
-from fourfold.cli.task_source import argument_names
-from fourfold.launcher.process_defaults import default_num_processes
+from fourfold.cli.run import check_init_path, read_rules_setting, resolve
+from fourfold.environment.world import from_environment
+from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS
 from fourfold.trainer.callbacks.registry import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
 from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.callback import Callback
-from fourfold.words.errors import FourfoldError, PlanError, SettingError
-from fourfold.words.field import Field
+from fourfold.words.errors import DataError, SettingError
 from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.task import Task, length_problems
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fourfold.feed.data_input import DataInput
     from fourfold.trainer.run_length import RunSettings
-
-SETTINGS_WITHOUT_RUN = (*TASK_FIELDS, RULES_WORD, "seed")  # of a settings file, for commands that write no run
 
 
 @dataclass(frozen=True)
@@ -87,22 +82,22 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     has_run_dir: False for a command that writes no run: it leaves out what only a run needs of a settings file.
     Raises FourfoldError, or a group of them.
     """
-    command = settings_file.parse_command(words)
+    run = resolve(words)
     errors = ErrorCollector()
     factory = types = task = plan = callbacks = None
     with errors.collect():
-        factory = task_loader.find_task(command.task)
+        factory = task_loader.find_task(run.task)
     if factory is not None:
         with errors.collect():
             types = task_loader.task_arguments(factory)
-    values, in_words = _parse_values(command, types, errors, has_run_dir=has_run_dir)
+    values = run.values(types, has_run_dir=has_run_dir, errors=errors)
     if factory is not None and types is not None and not errors.errors:
         with errors.collect():
-            task = task_loader.make_task(factory, values.task, spec=command.task)
+            task = task_loader.make_task(factory, values.task, spec=run.task)
     with errors.collect():
         callbacks = load_callbacks(values.run.get(CALLBACK_WORD), values.callback_options)
     with errors.collect():
-        plan = _make_plan(command, values, in_words, num_processes=num_processes)
+        plan = run.plan(num_processes)
     with errors.collect():
         values.run.update(read_rules_setting(values.run.get(RULES_WORD)))
     errors.raise_collected()
@@ -115,50 +110,14 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     # A new batch size does not change the one that the learning rate was tuned for.
     task = dataclasses.replace(task, **overrides, tuned_for=tuned_batch_size(task))
     defaults = argument_defaults(factory, types)
-    settings, launch_settings = _split_settings(command.task, values, defaults)
+    settings, launch_settings = _split_settings(run.task, values, defaults)
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
     job = Job(task=task, plan=plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
     if has_run_dir:
-        settings["config_text"] = format_resolved(job.run_dir, command.task, defaults, values, plan, resolved)
+        settings["config_text"] = format_resolved(job.run_dir, run.task, defaults, values, plan, resolved)
     return job
-
-
-def _parse_values(
-    command: settings_file.Command, types: settings_file.Arguments, errors: ErrorCollector, *, has_run_dir: bool
-) -> tuple[ParsedValues, ParsedValues]:
-    """The values of file and words, which take precedence; and those of the words alone."""
-    in_words, in_file, options = None, ParsedValues(), {}
-    with errors.collect():
-        in_words = arguments.parse_values(command.values, types)
-    if in_words is None:  # The fields of the plan can be checked all the same.
-        in_words = arguments.parse_values({key: text for key, text in command.values.items() if key in FIELDS}, None)
-    if command.settings_file is not None:
-        with errors.collect():
-            in_file = command.settings_file.parse(types)
-        if has_run_dir:
-            with errors.collect():
-                options = options_of_file(in_file, in_words, path=command.settings_file.path)
-    run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
-    both = ParsedValues(
-        in_file.plan | in_words.plan,
-        run | in_words.run,
-        in_file.task | in_words.task,
-        options | in_words.callback_options,
-    )
-    return both, in_words
-
-
-def _make_plan(
-    command: settings_file.Command, values: ParsedValues, in_words: ParsedValues, *, num_processes: int | None
-) -> Plan:
-    if command.settings_file is None:
-        return read_plan(command.plan_file, in_words.plan, num_processes=num_processes)
-    Plan.from_dict(in_words.plan, where="the command line")
-    path = command.settings_file.path
-    plan = Plan.from_dict(values.plan, where=path)
-    return _fit_plan(plan, num_processes, has_dp="dp" in values.plan, where=path)
 
 
 def _task_overrides(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,27 +148,6 @@ def _split_settings(
     return settings, launch_settings
 
 
-def planned_size(words: Sequence[str], num_processes: int | None) -> int | None:
-    """The number of ranks, from the words alone: without the task, and without importing torch where there is no GPU.
-
-    None where a word is wrong, as far as that is seen here: `parse_job` says how.
-    """
-    try:
-        command = settings_file.parse_command(words)
-        names = argument_names(command.task)
-        types = None if names is None else dict.fromkeys(names, Field())
-        in_words, in_file, options = arguments.parse_values(command.values, types), ParsedValues(), {}
-        if (file := command.settings_file) is not None:
-            in_file = file.parse(None)
-            options = options_of_file(in_file, in_words, path=file.path)
-        spec = (in_file.run | in_words.run).get(CALLBACK_WORD)
-        check_shipped_callbacks(spec, options | in_words.callback_options)
-        values = ParsedValues(plan={**in_file.plan, **in_words.plan})
-        return _make_plan(command, values, in_words, num_processes=num_processes).mesh.size
-    except (FourfoldError, ExceptionGroup):
-        return None
-
-
 def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
     """The job that a command line describes, after every check that needs no other process.
 
@@ -225,18 +163,18 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         if has_run_dir:
             check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
     with errors.collect():
-        check_init(job.task, job.settings.get("init"))
+        _check_init(job.task, job.settings.get("init"))
     inputs = data = model = sized = None
     with errors.collect():
         inputs = task_loader.open_task_data(job.task, spec=job.task_name)
         data = inputs.train
-        check_tokens(data, job.plan)
+        _check_tokens(data, job.plan)
     if data is not None:
         with errors.collect():
             sized = with_sizes(make_settings(job.task, **job.settings), job.task, data)
-            check_order(data, sized)
+            _check_order(data, sized)
     with errors.collect():
-        check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
+        _check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
     with errors.collect():
         check_steps(job.task.steps if sized is None else sized.steps, job.plan)
     if has_run_dir and inputs is not None and sized is not None:
@@ -251,8 +189,56 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     assert data is not None
     assert sized is not None
     assert model is not None
-    check_fits_memory(job.task, job.plan, data, model, sized)
+    _check_fits_memory(job.task, job.plan, data, model, sized)
     return job
+
+
+def _check_batch_size(batch_size: int | None, plan: Plan) -> None:
+    """Raises SettingError where the data ranks and microbatches do not divide the batch; None: it is not known."""
+    if batch_size is None:
+        return
+    if problems := batch_size_problems(batch_size, dp=plan.dp, microbatches=plan.microbatches):
+        raise SettingError(problems, where="the settings")
+
+
+def _check_tokens(data: "DataInput", plan: Plan) -> None:
+    """Raises TaskError where cp > 1 and the samples have no sequence of tokens to split. Streams are not read here."""
+    if plan.cp == 1:
+        return
+    from fourfold.axes.context.attach.token_shards import sequence_length
+    from fourfold.feed.sample_rng import fetch_one
+    from fourfold.feed.stream import Stream
+
+    if not isinstance(data.source, Stream):
+        sequence_length(fetch_one(data.source, 0))
+
+
+def _check_order(data: "DataInput", settings: "RunSettings") -> None:
+    """Raises DataError where the data cannot have the order of samples that the settings say."""
+    from fourfold.feed.orders import order_problems
+
+    if problems := order_problems(data.source, order=settings.order, window=settings.window, shuffle=None):
+        raise DataError(problems, where="the order of the training data")
+
+
+def _check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: Any, settings: "RunSettings") -> None:
+    """Raises SettingError where the run cannot fit into the memory of this host."""
+    from fourfold.step.memory_bound import check_memory
+
+    # Under another launcher every rank checks its own part.
+    num_ranks = plan.mesh.size if from_environment() is None else 1
+    sizes = {"batch_size": settings.batch_size, "num_steps": settings.steps}
+    check_memory(task, plan, data, meta_model, **sizes, num_ranks=num_ranks)
+
+
+def _check_init(task: Task, init: str | None) -> None:
+    """Raises SettingError or CheckpointError where the files of initial weights are missing or another model's."""
+    from fourfold.checkpoint.initial_weights import check_weights
+    from fourfold.step.meta_model import build_meta_model
+
+    if init is not None:
+        check_init_path(init)
+        check_weights(build_meta_model(task), Path(init))
 
 
 def _check_scheduler(job: Job, model: "nn.Module", sized: "RunSettings", *, has_valid: bool) -> None:
@@ -265,42 +251,6 @@ def _check_scheduler(job: Job, model: "nn.Module", sized: "RunSettings", *, has_
     optimizer = build_optimizer(job.task.optimizer, list(model.parameters()))
     scheduler = make_scheduler(job.task, optimizer, steps=sized.steps, rates=sized.rates)
     check_evaluations(scheduler, evaluate_every=sized.evaluate_every, has_valid=has_valid)
-
-
-def read_plan(file: str | None, values: Mapping[str, object], *, num_processes: int | None = None) -> Plan:
-    """The plan in a file, with these values in place of its own; without a file, dp is what the other axes leave.
-
-    Raises PlanError with all problems of both, or where the mesh does not have `num_processes` ranks.
-    """
-    errors = ErrorCollector()
-    plan = overrides = None
-    with errors.collect():
-        plan = Plan() if file is None else Plan.from_toml(read_plan_text(file), where=file)
-    with errors.collect():
-        overrides = Plan.from_dict(values, where="the command line")
-    errors.raise_collected()
-    assert plan is not None
-    assert overrides is not None
-    plan = dataclasses.replace(plan, **values)  # type: ignore[arg-type]
-    has_dp = file is not None or "dp" in values
-    return _fit_plan(plan, num_processes, has_dp=has_dp, where=file or "the command line")
-
-
-def _fit_plan(plan: Plan, num_processes: int | None, *, has_dp: bool, where: str) -> Plan:
-    """The plan; if nothing says how large dp is, it becomes what the other axes leave. Raises PlanError."""
-    from fourfold.plan.check import size_problems
-
-    if not has_dp:
-        plan = dataclasses.replace(plan, dp=_default_dp(plan, num_processes))
-    if num_processes is not None and plan.mesh.size != num_processes:
-        raise PlanError(size_problems(plan, num_processes, start="or -n {size}"), where=where)
-    return plan
-
-
-def _default_dp(plan: Plan, num_processes: int | None) -> int:
-    """The number of data ranks: the processes, divided by the ranks of the other axes."""
-    other_ranks = plan.mesh.size // plan.dp
-    return max(1, (default_num_processes() if num_processes is None else num_processes) // other_ranks)
 
 
 def run_prefix(spec: str) -> str:

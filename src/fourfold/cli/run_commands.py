@@ -30,8 +30,8 @@ VERIFY_STEPS = 3
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, settings_file, sweep
-    from fourfold.cli.named_files import check_named_files
+    from fourfold.cli import job, sweep
+    from fourfold.cli.run import check_named_files, resolve
     from fourfold.launcher.process_defaults import check_num_processes
 
     world = from_environment()
@@ -45,9 +45,9 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
         words = plan_auto.resolve_words(words, num_processes=required, world=world)
     if world is None or world.rank == 0:
-        for line in settings_file.recipe_lines(words):
+        for line in resolve(words).recipe_lines:
             print(line, flush=True)
-    if has_own_ranks and _becomes_forking_launcher(job.planned_size(words, required)):
+    if has_own_ranks and _becomes_forking_launcher(resolve(words).planned_size(required)):
 
         def check() -> dict[str, Any]:
             ready = job.prepare_job(words, num_processes=required)
@@ -225,29 +225,29 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str], page: str | None = None) -> int:
     """`fourfold show`; returns the exit code. `page`: the file of an HTML page, instead of a text."""
-    from fourfold.cli.named_files import check_named_files
-    from fourfold.cli.settings_file import parse_command
+    from fourfold.cli.run import check_named_files, resolve
     from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
 
-    command = parse_command(words)
-    if command.plan_file == RECIPE_PREFIX:
+    run = resolve(words)
+    if run.plan_file == RECIPE_PREFIX:
         for line in align_columns([(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in recipe_names()], "<<"):
             print_text(line)
         return 0
     check_named_files(words)
-    if not command.has_plan:
-        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
-
     from fourfold.cli import job
+
+    if not run.has_plan:
+        job.parse_job(words, has_run_dir=False)  # a field may be misspelt
+        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
     from fourfold.cli.plan.record import describe_prediction
     from fourfold.report.plan_pages import render_plan
     from fourfold.show.describe import show as describe_plan
     from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.
-    words = [*words] if command.has_dp else [*words, "dp=1"]
+    words = [*words] if run.has_dp else [*words, "dp=1"]
     ready = job.parse_job(words, has_run_dir=False)
-    if not command.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
+    if not run.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
     text = describe_plan(ready.plan, ready.task) + describe_prediction(ready)
@@ -271,17 +271,17 @@ def _write_page(page: str, html: str) -> str:
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.named_files import check_named_files
-    from fourfold.cli.settings_file import parse_command
+    from fourfold.cli.run import check_named_files, resolve
     from fourfold.launcher.process_defaults import check_num_processes
     from fourfold.launcher.restart_policy import SupervisionPolicy
 
-    parsed = parse_command(words)
+    run = resolve(words)
     check_named_files(words)
-    if not parsed.has_plan:
+    if not run.has_plan:
+        job.parse_job(words, has_run_dir=False)  # a field may be misspelt
         need = "a plan or settings file, or fields of a plan; or a script, whose plan is in it"
         raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
-    words = [*words] if "steps" in parsed.values else [*words, f"steps={VERIFY_STEPS}"]
+    words = [*words] if "steps" in run.texts else [*words, f"steps={VERIFY_STEPS}"]
     world = from_environment()
     required = check_num_processes(processes, world)
 
@@ -293,7 +293,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
         return job.prepare_job(words, num_processes=required, has_run_dir=False)
 
     command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=print_error)
-    if world is None and _becomes_forking_launcher(job.planned_size(words, required)):
+    if world is None and _becomes_forking_launcher(resolve(words).planned_size(required)):
         checked = forking.run_in_copy(lambda: {"num_processes": check().num_processes})
         return checked if isinstance(checked, int) else launch(command, **checked, policy=policy, is_forked=True)
     ready = check()

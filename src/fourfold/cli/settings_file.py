@@ -6,14 +6,12 @@ Law: the file is only data. All its problems are reported at once, with the sect
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.axes.tensor.rules.styles import table_problems
-from fourfold.cli import arguments
-from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, SETTINGS, ParsedValues
-from fourfold.plan.ask import ASK_PREFIX
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, SETTINGS, Arguments, ParsedValues
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS
@@ -27,8 +25,6 @@ TASK, PLAN, RUN = SECTIONS = ("task", "plan", "run")
 SECTION_NEEDS = {TASK: "an argument of the task", PLAN: "a field of the plan", RUN: "a setting of the run"}
 TASK_NAME = "name"
 MAX_SHOWN_VALUE = 60
-Arguments = Mapping[str, Field] | None
-"""The keyword arguments of the task's function; None if the task is unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,16 @@ class SettingsFile:
         """The task as the command line would name it in the current folder; None if the file names none."""
         name = self.sections[TASK].get(TASK_NAME)
         return _task_from_here(self.path, name) if isinstance(name, str) else None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The section [plan], as it was read."""
+        return self.sections[PLAN]
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The section [run]."""
+        return self.sections[RUN]
 
     def parse(self, types: Arguments) -> ParsedValues:
         """The values, by what they belong to. Raises SettingError with all problems of the file."""
@@ -119,60 +125,6 @@ def _callback_problem(value: Any) -> Problem | None:
     close = closest_match(foreign[0], SHIPPED)
     attempt = f"{CALLBACK_WORD}={foreign[0]} in the command" if ".py" in foreign[0] else close or ""
     return Problem(f"{_format(CALLBACK_WORD, value)} in [{RUN}]", need, attempt)
-
-
-@dataclass(frozen=True)
-class Command:
-    """The words of a command line, with the settings file among them if there is one."""
-
-    task: str
-    plan_file: str | None = None
-    settings_file: SettingsFile | None = None
-    values: Mapping[str, str] = field(default_factory=dict)
-    names_task: bool = True
-    """Whether a word names the task."""
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether a field of the plan is given, by a file or a word."""
-        in_file = self.settings_file is not None and bool(self.settings_file.sections[PLAN])
-        return self.plan_file is not None or in_file or bool(set(self.values) & set(FIELDS))
-
-    @property
-    def has_model(self) -> bool:
-        """Whether the task, or how many layers the default one has, is given."""
-        return self.names_task or self.settings_file is not None or "layers" in self.values
-
-    @property
-    def has_dp(self) -> bool:
-        """Whether the number of data ranks is given. A plan file gives every field."""
-        in_file = self.settings_file is not None and "dp" in self.settings_file.sections[PLAN]
-        return self.plan_file is not None or in_file or "dp" in self.values
-
-
-DEFAULT_TASK = "lm"
-
-
-def parse_command(words: Sequence[str]) -> Command:
-    """Sort the words, and read the settings file if a TOML has sections. Raises SettingError."""
-    parsed = arguments.parse_args(words)
-    file = None if parsed.plan_file is None else read_settings_file(parsed.plan_file)
-    named = parsed.task and normal_task_name(parsed.task)
-    if file is None:
-        return Command(named or DEFAULT_TASK, parsed.plan_file, None, parsed.values, names_task=bool(named))
-    if named is not None and file.task is not None and named != file.task:
-        got = f"the task {named}, and {file.task} in {file.path}"
-        raise SettingError(Problem(got, "one task", f"no name in [task] of {file.path}"), where="the command line")
-    return Command(named or file.task or DEFAULT_TASK, None, file, parsed.values)
-
-
-def recipe_lines(words: Sequence[str]) -> list[str]:
-    """What to say of the settings of the run that a recipe brings with it: those that no word replaces."""
-    command = parse_command(words)
-    file = command.settings_file
-    if file is None or not file.path.startswith(RECIPE_PREFIX):
-        return []
-    return [f"{file.path}: {key} = {value}" for key, value in file.sections[RUN].items() if key not in command.values]
 
 
 def read_settings_file(path: str) -> SettingsFile | None:
@@ -269,9 +221,3 @@ def _format(key: str, value: Any) -> str:
     except ValueError:  # a table, or a date
         text = f"{key} = a {'table' if isinstance(value, dict) else type(value).__name__}"
     return text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "…"
-
-
-def is_ask(word: str) -> bool:
-    """Whether a word is the name of an ask, and not of a settings file."""
-    is_file = word.endswith(".toml") or word.startswith(RECIPE_PREFIX)
-    return word.startswith(ASK_PREFIX) or (is_file and read_settings_file(word) is None)

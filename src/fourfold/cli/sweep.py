@@ -16,7 +16,7 @@ from fourfold.cli.arguments import has_several_values
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
 from fourfold.cli.plan.word import PLAN_AUTO
-from fourfold.cli.settings_file import parse_command
+from fourfold.cli.run import resolve
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
 from fourfold.words.field import KEY_VALUE
@@ -45,15 +45,15 @@ def swept_values(words: Sequence[str]) -> dict[str, list[str]]:
     """The values of each swept key; empty if the command is a single run. Raises FourfoldError."""
     if not any("," in match["value"] for word in words if (match := KEY_VALUE.fullmatch(word))):
         return {}
-    command = parse_command(words)
-    types = task_loader.task_arguments(task_loader.find_task(command.task))
-    swept = {key: text.split(",") for key, text in command.values.items() if has_several_values(key, text, types)}
+    run = resolve(words)
+    types = task_loader.task_arguments(task_loader.find_task(run.task))
+    swept = {key: text.split(",") for key, text in run.texts.items() if has_several_values(key, text, types)}
     problems = []
     for key, values in swept.items():
         if "" in values:
-            problems.append(Problem(f"{key}={command.values[key]}", "a value on both sides of each comma"))
+            problems.append(Problem(f"{key}={run.texts[key]}", "a value on both sides of each comma"))
         if len(set(values)) < len(values):
-            problems.append(Problem(f"{key}={command.values[key]}", "each value once"))
+            problems.append(Problem(f"{key}={run.texts[key]}", "each value once"))
     if problems:
         raise SettingError(problems, where="the command line")
     return swept
@@ -67,9 +67,7 @@ def prepare_sweep(words: Sequence[str], swept: dict[str, list[str]], *, num_proc
         own = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
         with errors.collect():
             members.append(_prepare_member(others, own, values, num_processes=num_processes))
-    texts = {str(error): error for error in errors.errors}  # one problem of all members is reported once
-    errors.errors = list(texts.values())
-    errors.raise_collected()
+    errors.raise_collected()  # one problem of all members once
     if len({member.run_dir for member in members}) < len(members):
         raise SettingError(Problem("two runs of the sweep with one name", "values that differ in the run's name"))
     return Sweep(tuple(swept), tuple(members))

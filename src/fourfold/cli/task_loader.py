@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,19 @@ def check_task_file(spec: str) -> None:
     if not file.endswith(".py"):
         raise TaskError(_unknown_task(spec))
     check_python_file(file, TaskError, "a Python file with a task")
+
+
+def is_in_file(spec: str) -> bool:
+    """Whether a task is in a Python file of the user's."""
+    return spec not in BUILT_IN and not spec.startswith(HF_PREFIX)
+
+
+def is_script(word: str) -> bool:
+    """Whether a word names a Python file that is a program, not a task: it has no `task`, and makes no Task."""
+    file = Path(word)
+    return (
+        file.suffix == ".py" and is_file(file) and not re.search(r"\b(task|Task)\b", file.read_text("utf-8", "replace"))
+    )
 
 
 def check_python_file(file: str, kind: type[FourfoldError], need: str) -> None:
@@ -132,7 +146,7 @@ def _find_member(module: Any, name: str, *, file: str) -> TaskFactory:
     tasks = [key for key, value in vars(module).items() if isinstance(value, Task)]
     functions = [key for key, value in vars(module).items() if _may_make_task(value, module)]
     got = f"no {name}" if member is None else f"{name} is a {type(member).__name__}"
-    raise no_task(got, name, [*tasks, *functions], file=file)
+    raise _no_task(got, name, [*tasks, *functions], file=file)
 
 
 def _may_make_task(value: Any, module: Any) -> bool:
@@ -143,13 +157,9 @@ def _may_make_task(value: Any, module: Any) -> bool:
     return not any(each.default is each.empty and each.kind not in VARIADIC for each in parameters)
 
 
-def no_task(got: str, name: str, choices: Sequence[str], *, alike: Sequence[str] = (), file: str) -> TaskError:
-    """The error of a file without a task of this name.
-
-    choices  names to suggest: the one that is spelled most alike, else the first
-    alike    names to suggest only if they are spelled alike
-    """
-    close = closest_match(name, [*choices, *alike]) or next(iter(choices), None)
+def _no_task(got: str, name: str, choices: Sequence[str], *, file: str) -> TaskError:
+    """The error of a file without a task of this name. `choices`: of which the most alike, else the first is tried."""
+    close = closest_match(name, choices) or next(iter(choices), None)
     attempt = f"{file}:{close}" if close else f"{name} = fourfold.Task(…)"
     return TaskError(Problem(got, "a Task, or a function that returns one", attempt), where=file)
 

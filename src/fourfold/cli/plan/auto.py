@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fourfold.cli import job, settings_file
+from fourfold.cli import job
 from fourfold.cli.output import print_text
 from fourfold.cli.plan.arguments import PlanArguments, parse_plan_words
 from fourfold.cli.plan.progress import shown_progress
 from fourfold.cli.plan.question import Question, Questions, pinned_fields
 from fourfold.cli.plan.word import PLAN_AUTO, training_words
+from fourfold.cli.run import is_ask, resolve
 from fourfold.environment.world import World
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
@@ -35,10 +36,8 @@ def resolve_words(words: Sequence[str], *, num_processes: int | None, world: Wor
         attempt = f"fourfold plan with the same words and devices={world.size}, then its plan.toml"
         raise SettingError(Problem(got, need, attempt), where="the command line")
     others, words = training_words(words), [word for word in words if word != PLAN_AUTO]
-    arguments = PlanArguments(
-        parse_plan_words([word for word in words if settings_file.is_ask(word)]).ask, others=tuple(words)
-    )
-    pinned = pinned_fields(settings_file.parse_command(words))
+    arguments = PlanArguments(parse_plan_words([word for word in words if is_ask(word)]).ask, others=tuple(words))
+    pinned = pinned_fields(resolve(words))
     ready = job.parse_job(others)
     kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)
     if kept is not None:

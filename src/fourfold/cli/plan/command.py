@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.cli.named_files import check_named_files
 from fourfold.cli.output import print_text
 from fourfold.cli.plan.arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
+from fourfold.cli.run import check_named_files
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.planner.plan_text import best_baseline
 from fourfold.planner.predict.clusters import read_table

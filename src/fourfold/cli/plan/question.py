@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fourfold.axes.tensor.rules.dims import marked_dims
-from fourfold.cli import job, settings_file, task_loader
-from fourfold.cli.arguments import parse_args, parse_values
+from fourfold.cli import job, task_loader
 from fourfold.cli.plan.arguments import BATCH, BATCH_SIZE, GPT, WHERE, PlanArguments
 from fourfold.cli.plan.gpt import gpt_source
 from fourfold.cli.plan.machine import Machine, calibration_words, described_machine, this_machine
+from fourfold.cli.run import Run, is_ask, read_plan_text, resolve
 from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
@@ -161,7 +161,7 @@ class Questions:
     def make(self, changes: Mapping[str, str] | None = None) -> Question:
         """The question of the command, with these words in place of its own. Raises FourfoldError."""
         arguments = self._arguments.with_changes(changes or {})
-        ask = read_ask(arguments, _command_of(arguments), devices=self._devices)
+        ask = read_ask(arguments, resolve(arguments.others), devices=self._devices)
         self.progress.begin("reading the task")
         task = self._task(arguments)
         self.progress.begin("")  # a machine that is measured says so itself
@@ -205,14 +205,6 @@ class Questions:
         return this_machine(task.words, task.source, devices, is_forced=arguments.value("force", False))
 
 
-def _command_of(arguments: PlanArguments) -> settings_file.Command:
-    if arguments.name != GPT:
-        return settings_file.parse_command(arguments.others)
-    parsed = parse_args(arguments.others)
-    file = None if parsed.plan_file is None else settings_file.read_settings_file(parsed.plan_file)
-    return settings_file.Command(GPT, parsed.plan_file if file is None else None, file, parsed.values)
-
-
 def _size_of(ask: Ask) -> int | None:
     """The number of devices that pinned axes make, if dp is one of them: an axis that is not named is 1."""
     sizes = {axis: value for axis in AXES if isinstance(value := ask.pinned.get(axis), int)}
@@ -250,23 +242,22 @@ def gpt_task(words: Sequence[str]) -> TaskSource:
     return TaskSource(*gpt_source([word for word in words if not word.startswith(RECIPE_PREFIX)]), None)
 
 
-def read_ask(arguments: PlanArguments, command: settings_file.Command, *, devices: int | None) -> Ask:
+def read_ask(arguments: PlanArguments, run: Run, *, devices: int | None) -> Ask:
     """The ask of a command line: its file, with what the words pin. Raises PlanError."""
-    ask = _ask_of_file(arguments.ask or command.plan_file)
-    opened = (key for key, text in command.values.items() if key in FIELDS and is_left_open(key, text))
-    pinned = pinned_fields(command, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
+    ask = _ask_of_file(arguments.ask or run.plan_file)
+    opened = (key for key, text in run.texts.items() if key in FIELDS and is_left_open(key, text))
+    pinned = pinned_fields(run, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
     given = {"devices": arguments.value("devices") or ask.devices or devices}
     given |= {"memory": int(memory)} if (memory := arguments.value("memory")) else {}
     return ask.with_changes(**{**pinned, **given})
 
 
-def pinned_fields(command: settings_file.Command, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
+def pinned_fields(run: Run, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
     """The fields of the plan that the words give, and those of a settings file, or instead of these `kept`."""
-    values = {key: text for key, text in command.values.items() if key in FIELDS and not is_left_open(key, text)}
-    in_words = parse_values(values, None).plan
+    texts = {key: text for key, text in run.texts.items() if key in FIELDS and not is_left_open(key, text)}
     if kept is None:
-        kept = {} if command.settings_file is None else command.settings_file.parse(None).plan
-    return {**kept, **in_words}
+        kept = {} if run.settings_file is None else run.settings_file.parse(None).plan
+    return {**kept, **dataclasses.replace(run, texts=texts).plan_in_words}
 
 
 def _ask_of_file(name: str | None) -> Ask:
@@ -274,10 +265,10 @@ def _ask_of_file(name: str | None) -> Ask:
         return Ask()
     if name.startswith(ASK_PREFIX):
         return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
-    return Ask.from_toml(job.read_plan_text(name), where=name)
+    return Ask.from_toml(read_plan_text(name), where=name)
 
 
 def task_words(arguments: PlanArguments) -> list[str]:
     """The words that name the task and its arguments, without those of the ask."""
     mine = (*FIELDS, *STRATEGY_WORDS)
-    return [word for word in arguments.others if word.partition("=")[0] not in mine and not settings_file.is_ask(word)]
+    return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]

@@ -8,11 +8,12 @@ Law: every combination has its point; one where nothing fits says what is missin
 import itertools
 from collections.abc import Mapping, Sequence
 
-from fourfold.cli import settings_file, task_loader
+from fourfold.cli import task_loader
 from fourfold.cli.arguments import has_several_values
 from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
 from fourfold.cli.plan.gpt import FIELDS
 from fourfold.cli.plan.question import Questions
+from fourfold.cli.run import resolve
 from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.field import KEY_VALUE, Field
@@ -47,7 +48,7 @@ def _value_types(arguments: PlanArguments) -> dict[str, Field]:
     """Of the arguments of the task or of the formula. Raises FourfoldError."""
     if arguments.name == GPT:
         return FIELDS
-    return task_loader.task_arguments(task_loader.find_task(settings_file.parse_command(arguments.others).task))
+    return task_loader.task_arguments(task_loader.find_task(resolve(arguments.others).task))
 
 
 def _is_number(text: str) -> bool:

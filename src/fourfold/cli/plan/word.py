@@ -24,6 +24,6 @@ def training_words(words: Sequence[str]) -> list[str]:
     """The words of a training without those that only the planner reads."""
     if not wants_plan(words):
         return list(words)
-    from fourfold.cli.settings_file import is_ask
+    from fourfold.cli.run import is_ask
 
     return [word for word in words if word.partition("=")[2] != AUTO and not is_ask(word)]
