@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fourfold.cli import feed_bench, feed_pack
 from fourfold.cli.arguments import SETTINGS
 from fourfold.cli.plan.arguments import OWN_WORDS
-from fourfold.cli.plan.gpt import FIELDS as GPT_FIELDS
+from fourfold.cli.plan.question import GPT_FIELDS
 from fourfold.plan.decode import format_value
 from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.clusters import FIELDS as CLUSTER_FIELDS

@@ -2,9 +2,8 @@
 
 import pytest
 
-from fourfold.cli.plan.arguments import parse_plan_words
+from fourfold.cli.plan.arguments import parse_plan_words, wants_plan
 from fourfold.cli.plan.what_if import listed
-from fourfold.cli.plan.word import wants_plan
 from fourfold.words.errors import SettingError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.cli.plan.gpt import gpt_source
+from fourfold.cli.plan.question import gpt_source
 from fourfold.plan.ask import Ask, ask_names, ask_text
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import load_cluster

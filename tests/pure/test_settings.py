@@ -10,8 +10,14 @@ import msgspec
 import pytest
 
 import fourfold as ff
-from fourfold.cli.arguments import SETTINGS, LaunchSettings, command_line_settings
-from fourfold.cli.settings_table import help_table, markdown_table, plan_markdown_table
+from fourfold.cli.arguments import (
+    SETTINGS,
+    LaunchSettings,
+    command_line_settings,
+    help_table,
+    markdown_table,
+    plan_markdown_table,
+)
 from fourfold.trainer.run_identity import default_run_name, run_identity
 from fourfold.trainer.settings import (
     TASK_FIELDS,

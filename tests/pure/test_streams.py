@@ -34,7 +34,7 @@ def run(code: str, *, out: int | None = None, err: int | None = None) -> "subpro
 
 
 SAY = "from fourfold.environment.standard_streams import print_stderr as say"
-RUN_COMMANDS_SAY = "from fourfold.cli.local_launch import print_error as say"
+RUN_COMMANDS_SAY = "from fourfold.cli.launch import print_error as say"
 
 
 @pytest.mark.parametrize(

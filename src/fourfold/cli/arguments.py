@@ -7,6 +7,7 @@ Law: an unknown key or an invalid value is an error that names the closest valid
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -149,6 +150,19 @@ def has_several_values(key: str, text: str, arguments: Mapping[str, Field]) -> b
     return key_type is not None and not key_type.has_commas
 
 
+def several_values(texts: Mapping[str, str], arguments: Mapping[str, Field], *, where: str) -> dict[str, list[str]]:
+    """The values, as typed, of each key that has several. Raises SettingError if one is empty, or there twice."""
+    found = {key: text.split(",") for key, text in texts.items() if has_several_values(key, text, arguments)}
+    problems = [
+        Problem(f"{key}={texts[key]}", "a value on both sides of each comma, each of them once")
+        for key, values in found.items()
+        if "" in values or len(set(values)) < len(values)
+    ]
+    if problems:
+        raise SettingError(problems, where=where)
+    return found
+
+
 def _read_program(path: str) -> str:
     """The text of a written program."""
     with Path(path).open("rb") as file:
@@ -195,3 +209,53 @@ def _argument_type(default: object, hint: Any) -> Field:
     # `lr: float = 1` is a float.
     kind = float if kind is int and float in members else kind
     return Field(type=kind, is_optional=default is None or type(None) in members)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+TRAIN_INDENT, SHOW_INDENT = " " * 13, "  "
+LINK = re.compile(r"\[([^\[\]]++)\]\([^()]++\)")
+SEE = re.compile(r" \(\[[^\[\]]++\]\([^()]++\)\)")  # a link between brackets
+
+
+def help_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
+    """A line for each setting: its name, its meaning, its default."""
+    return _lines({name: (each.help, each.default_text) for name, each in settings.items()}, TRAIN_INDENT)
+
+
+def plan_help_table() -> str:
+    """The same of the fields of a plan."""
+    return _lines({name: (_plain(each.help), _default(each)) for name, each in PLAN_FIELDS.items()}, SHOW_INDENT)
+
+
+def _lines(rows: Mapping[str, tuple[str, str]], indent: str) -> str:
+    """`rows`: meaning and default, by name."""
+    width = max(map(len, rows))
+    return "\n".join(f"{indent}{name:<{width}}  {meaning} ({default})" for name, (meaning, default) in rows.items())
+
+
+def markdown_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
+    """The settings as a table in Markdown."""
+    rows = [f"| `{name}` | {each.help} | {each.default_text} |" for name, each in settings.items()]
+    return "\n".join(["| setting | meaning | default |", "|---|---|---|", *rows])
+
+
+def plan_markdown_table() -> str:
+    """The fields of a plan as a table in Markdown."""
+    rows = [f"| `{name}` | {_default(each)} | {_values(each)} | {each.help} |" for name, each in PLAN_FIELDS.items()]
+    return "\n".join(["| field | default | values | meaning |", "|---|---|---|---|", *rows])
+
+
+def _plain(help_text: str) -> str:
+    return LINK.sub(r"\1", SEE.sub("", help_text)).replace("`", "")
+
+
+def _default(field: Field) -> str:
+    return value_text(field.default) or "none"
+
+
+def _values(field: Field) -> str:
+    if field.type is int and not field.choices:
+        return f"≥ {field.minimum:g}" + (", or none" if field.is_optional else "")
+    return ", ".join(f"`{each}`" for each in field.offered) or field.requirement()

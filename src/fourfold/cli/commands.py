@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fourfold.cli.checkpoint_commands import checkpoints
-from fourfold.cli.feed import feed
 from fourfold.cli.output import print_text
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
 
@@ -158,7 +156,7 @@ class _WithTable(TyperCommand):
     """Inserts a table when the help is printed, and not before: importing the settings takes 50 ms."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        from fourfold.cli.settings_table import help_table, plan_help_table
+        from fourfold.cli.arguments import help_table, plan_help_table
 
         for place, table in ((SETTINGS_PLACE, help_table), (FIELDS_PLACE, plan_help_table)):
             if place in (self.help or ""):
@@ -302,17 +300,13 @@ def verify(
     return functools.partial(command, words or [], processes)
 
 
-app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(feed, name="feed")
-
-
 @app.command(options_metavar="[--json]", short_help="Check this machine and say what to fix.")
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False) -> Command:
     """Check this machine and say what to fix: cores, memory, GPUs, disk, versions, launchers. Takes seconds.
 
     The exit code is 1 if a check fails, 0 if there are only warnings.
     """
-    from fourfold.cli.doctor import run_doctor
+    from fourfold.cli.run_commands import run_doctor
 
     return functools.partial(run_doctor, as_json=as_json)
 
@@ -368,3 +362,158 @@ def versions() -> str:
     except PackageNotFoundError:
         torch = "not installed"
     return f"fourfold {VERSION} (torch {torch}, Python {platform.python_version()})"
+
+
+# ---- groups of commands ---------------------------------------------------------------------------------------------
+
+
+def _group(name: str, help_text: str) -> typer.Typer:
+    """A command that has commands of its own; without one it prints its help."""
+    group = typer.Typer(rich_markup_mode=None, help=help_text)
+
+    @group.callback(invoke_without_command=True)
+    def print_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    app.add_typer(group, name=name)
+    return group
+
+
+checkpoints = _group("checkpoint", "List, verify and export checkpoints.")
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its name in runs/.", show_default=False)]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="STEP", help="The checkpoint of this step. Default: the newest valid one."),
+]
+
+
+@checkpoints.command("list")
+def list_checkpoints(run: Run) -> Command:
+    """List a run's checkpoints: step, size, age, validation loss."""
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.list_checkpoints, run)
+
+
+@checkpoints.command("verify")
+def verify_checkpoints(run: Run) -> Command:
+    """Check size and checksum of every file. Names damaged files; then the exit code is 1."""
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.verify_checkpoints, run)
+
+
+@checkpoints.command("export", short_help="Write the weights for other libraries: safetensors, transformers, DCP.")
+def export_checkpoint(
+    run: Run,
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="Default: NAME-STEP.safetensors, -hf or -dcp, here.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf or dcp.", show_default="safetensors")
+    ] = "safetensors",
+    step: Step = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the averaged weights.")] = False,
+) -> Command:
+    """Write the weights of a checkpoint for others to read. PATH and its folders are made.
+
+    \b
+    safetensors  one plain file of the weights under the model's own names, which init=FILE reads too
+    hf           a folder for from_pretrained(PATH) of transformers: weights, config, and the tokenizer if the task
+                 has one. The model must be one of transformers; its config was saved when training began
+    dcp          a folder for torch.distributed.checkpoint.load. Torch writes it, and its .metadata is a pickle,
+                 which Fourfold itself never reads
+    """
+    from fourfold.cli import checkpoint
+
+    return functools.partial(checkpoint.export_checkpoint, run, path, form=form, step=step, ema=ema)
+
+
+feed = _group("feed", "Pack data, and measure what feeds a training with it.")
+
+
+@feed.command(options_metavar="[-h]", short_help="Emulate a training's accelerators, and measure how they are fed.")
+def bench(
+    words: Annotated[list[str] | None, typer.Argument(metavar="WORKLOAD|FILE.yaml KEY=VALUE", hidden=True)] = None,
+) -> Command:
+    """Emulate training as DLIO does: real files, the real feed, and accelerators that only wait. Prints how much of
+    their time they compute (utilization), next to what this disk delivers.
+
+    WORKLOAD is unet3d, resnet50, cosmoflow, bert or lecture; FILE.yaml is a workload of DLIO (pip install
+    'fourfold[dlio]'). The files are generated in folder= and stay there. Sizes are scaled to what a laptop can do.
+
+    \b
+    accelerator=h100       whose time a step takes: a100, h100 or v100; compute=0.2 sets it in seconds, and
+                           compute=RUN takes the median step of a run of fourfold train
+    accelerators=1,2,4,8   how many train together; several numbers, one training each
+    samples=1000           of the data set; steps=20 of an epoch; epochs=2; batch_size=8 of one accelerator
+    format=npy             npy or npz; read_threads=4 of each accelerator
+    cache=drop             drop the files from the page cache before each epoch; keep leaves them there
+    direct=true            read past the page cache
+    origin=200MB/s         hold the storage to this rate, for all accelerators together
+    staged=true            copy the files to another folder ahead of need, as packs with a cache are
+    scale=0.01             multiplies every size and origin=; times stay, so utilizations do
+    checkpoint=1GB         bytes of the checkpoint phase; 0 leaves it out
+    folder=feed-bench      where the data goes; seed=0
+    json=FILE page=FILE    the results as JSON; the page (default: bench.html in the folder)
+    """
+    from fourfold.cli import feed_bench
+
+    return functools.partial(feed_bench.run_bench, words or [])
+
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="SOURCE DEST KEY=VALUE", hidden=True)]
+PackPath = Annotated[str, typer.Argument(metavar="PACK", help="The folder of a pack.", show_default=False)]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="That read. Default: one for each core.")]
+
+
+@feed.command(options_metavar="[-h]", short_help="Write samples into a pack: large files with an index and checksums.")
+def pack(words: Words = None) -> Command:
+    """Write the samples of SOURCE into a new pack, the folder DEST. If it is cut off, the same command goes on.
+
+    SOURCE is a file, or a folder of files of one kind, or FILE.py:NAME.
+
+    \b
+    images       a file per sample; folders below SOURCE are classes. Stored as they are, decoded when read
+    .npy .npz    one file: a sample per row; a folder: a sample per file. No pickles
+    .txt         a sample per line
+    .jsonl       a sample per line, an object
+    .csv .tsv    a sample per row; the first row names the columns
+    .parquet .arrow, folders of `datasets`, .tar (WebDataset), MDS, .tfrecord, .h5, Megatron's .bin and .idx
+    FILE.py:NAME a source, an iterable, or a function that makes one
+
+    \b
+    columns=x,y          the fields of a sample; default: all
+    target=label         a field: samples are pairs (the others, it)
+    dtype=float32        of all numbers but the target's; default: as in the files
+    rows=true            of a folder of .npy or .npz: a sample per row of each file
+
+    \b
+    shard_bytes=256MiB   the size of a file of the pack
+    threads=8            that read and write; default: one for each core
+    compression=zstd     of each record (pip install 'fourfold[zstd]'); default: none
+    variable=pixels,mask arrays whose shapes differ, if the first samples do not show it
+    row_tokens=1024      pack token sequences into rows of 1024 tokens; text is its bytes
+    """
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_pack, words or [])
+
+
+@feed.command("verify")
+def verify_pack(path: PackPath, threads: Threads = None) -> Command:
+    """Check every byte of a pack. Names damaged records; then the exit code is 1."""
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_verify, path, threads)
+
+
+@feed.command("show")
+def show_pack(path: PackPath) -> Command:
+    """Print a pack's fields, its first samples, sizes and class balance."""
+    from fourfold.cli import feed_pack
+
+    return functools.partial(feed_pack.run_show, path)

@@ -14,8 +14,8 @@ from fourfold.cli import arguments, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues
 from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector
-from fourfold.cli.resolved_settings import argument_defaults, format_resolved, json_arguments
 from fourfold.cli.run import check_init_path, read_rules_setting, resolve
+from fourfold.cli.settings_file import argument_defaults, format_resolved, json_arguments
 from fourfold.environment.world import from_environment
 from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.lr_schedule import LRSchedule

@@ -79,7 +79,7 @@ def _train(prepared: job.Job, world: World | None) -> None:
 
 def _predict(prepared: job.Job, folder: Path) -> str | None:
     """Write what the run's plan was predicted to take; returns the line to print, None where nothing was measured."""
-    from fourfold.cli.plan.record import record_prediction
+    from fourfold.cli.plan.run import record_prediction
 
     return record_prediction(prepared, folder)
 

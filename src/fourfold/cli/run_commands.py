@@ -4,16 +4,17 @@ Law: a single rank runs in this process; several processes start only after ever
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli import forking, sigint
-from fourfold.cli.local_launch import launch, print_error
+from fourfold.cli import sigint
+from fourfold.cli.launch import can_fork, import_once, launch, print_error, run_in_copy, set_launch_variables
 from fourfold.cli.output import print_text
-from fourfold.cli.plan import word as plan_word
+from fourfold.cli.plan.arguments import PLAN_AUTO, training_words, wants_plan
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
@@ -23,6 +24,7 @@ from fourfold.words.text_table import align_columns
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
     from fourfold.launcher.restart_policy import SupervisionPolicy
+
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 VERIFY_STEPS = 3
@@ -36,9 +38,9 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     world = from_environment()
     required, has_own_ranks = check_num_processes(processes, world), world is None
-    asks_for_plan = plan_word.wants_plan(words)
-    check_named_files(plan_word.training_words(words))
-    if swept := sweep.swept_values([word for word in words if word != plan_word.PLAN_AUTO]):
+    asks_for_plan = wants_plan(words)
+    check_named_files(training_words(words))
+    if swept := sweep.swept_values([word for word in words if word != PLAN_AUTO]):
         return _train_sweep(words, swept, required, world)
     if asks_for_plan:
         from fourfold.cli.plan import auto as plan_auto
@@ -53,7 +55,7 @@ def train(words: Sequence[str], processes: str | None) -> int:
             ready = job.prepare_job(words, num_processes=required)
             return dataclasses.asdict(_check_run(ready, words, is_reporter=True, has_own_ranks=True))
 
-        checked = forking.run_in_copy(check)
+        checked = run_in_copy(check)
         return checked if isinstance(checked, int) else _launch_run(_CheckedRun(**checked), is_forked=True)
     ready = job.prepare_job(words, num_processes=required)
     run = _check_run(ready, words, is_reporter=world is None or world.rank == 0, has_own_ranks=has_own_ranks)
@@ -83,12 +85,12 @@ def _becomes_forking_launcher(num_processes: int | None) -> bool:
     """
     if num_processes is None:
         return False
-    forks = num_processes > 1 and forking.can_fork()
+    forks = num_processes > 1 and can_fork()
     if forks:
-        forking.set_launch_variables(num_processes)
+        set_launch_variables(num_processes)
     print(f"starting {num_processes} process{'es' if num_processes > 1 else ''}", flush=True)
     if forks:
-        forking.import_once()
+        import_once()
     return forks
 
 
@@ -239,7 +241,7 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     if not run.has_plan:
         job.parse_job(words, has_run_dir=False)  # a field may be misspelt
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
-    from fourfold.cli.plan.record import describe_prediction
+    from fourfold.cli.plan.run import describe_prediction
     from fourfold.report.plan_pages import render_plan
     from fourfold.show.describe import show as describe_plan
     from fourfold.tasks.lm import LAYERS
@@ -294,7 +296,7 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 
     command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=print_error)
     if world is None and _becomes_forking_launcher(resolve(words).planned_size(required)):
-        checked = forking.run_in_copy(lambda: {"num_processes": check().num_processes})
+        checked = run_in_copy(lambda: {"num_processes": check().num_processes})
         return checked if isinstance(checked, int) else launch(command, **checked, policy=policy, is_forked=True)
     ready = check()
     if world is not None or ready.num_processes == 1:
@@ -319,3 +321,26 @@ def report(words: Sequence[str]) -> int:
         raise SettingError(Problem(got, "files of a run that can be read"), where="fourfold report") from None
     print_text(str(page))
     return 0
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """`fourfold doctor`; returns the exit code."""
+    from fourfold.doctor.checks import check_machine, exit_code, format_findings
+    from fourfold.doctor.machine_probe import probe_machine
+
+    facts = probe_machine()
+    if not facts.torch_problem:
+        from fourfold.doctor.gloo_probe import measure_gloo
+
+        facts = dataclasses.replace(facts, gloo=measure_gloo())
+    findings = check_machine(facts)
+    if as_json:
+        print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))
+    else:
+        print_text(format_findings(findings))
+    return exit_code(findings)
+
+
+def _json_row(row: dict[str, str]) -> dict[str, str]:
+    """A finding with `try` for `attempt`, as in the table of text: `try` is a keyword in Python only."""
+    return {("try" if name == "attempt" else name): value for name, value in row.items()}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.cli import job, task_loader
-from fourfold.cli.arguments import has_several_values
+from fourfold.cli.arguments import several_values
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
-from fourfold.cli.plan.word import PLAN_AUTO
+from fourfold.cli.plan.arguments import PLAN_AUTO
 from fourfold.cli.run import resolve
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
@@ -47,16 +47,7 @@ def swept_values(words: Sequence[str]) -> dict[str, list[str]]:
         return {}
     run = resolve(words)
     types = task_loader.task_arguments(task_loader.find_task(run.task))
-    swept = {key: text.split(",") for key, text in run.texts.items() if has_several_values(key, text, types)}
-    problems = []
-    for key, values in swept.items():
-        if "" in values:
-            problems.append(Problem(f"{key}={run.texts[key]}", "a value on both sides of each comma"))
-        if len(set(values)) < len(values):
-            problems.append(Problem(f"{key}={run.texts[key]}", "each value once"))
-    if problems:
-        raise SettingError(problems, where="the command line")
-    return swept
+    return several_values(run.texts, types, where="the command line")
 
 
 def prepare_sweep(words: Sequence[str], swept: dict[str, list[str]], *, num_processes: int | None) -> Sweep:

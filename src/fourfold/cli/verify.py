@@ -51,7 +51,7 @@ def verify(prepared: "Job", world: World | None) -> None:
 
 def run_script(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify SCRIPT.py`; returns the exit code. All words but `steps=` are the script's own."""
-    from fourfold.cli.local_launch import launch_quietly
+    from fourfold.cli.launch import launch_quietly
     from fourfold.launcher.process_defaults import check_num_processes, default_num_processes
 
     given = [word.partition("=")[2] for word in words if word.startswith("steps=")]

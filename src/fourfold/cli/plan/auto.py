@@ -11,10 +11,9 @@ from pathlib import Path
 
 from fourfold.cli import job
 from fourfold.cli.output import print_text
-from fourfold.cli.plan.arguments import PlanArguments, parse_plan_words
+from fourfold.cli.plan.arguments import PLAN_AUTO, PlanArguments, parse_plan_words, training_words
 from fourfold.cli.plan.progress import shown_progress
 from fourfold.cli.plan.question import Question, Questions, pinned_fields
-from fourfold.cli.plan.word import PLAN_AUTO, training_words
 from fourfold.cli.run import is_ask, resolve
 from fourfold.environment.world import World
 from fourfold.plan.plan import Plan

@@ -61,7 +61,7 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.local_launch import launch_quietly
+    from fourfold.cli.launch import launch_quietly
     from fourfold.cli.plan.calibrate import calibrate, format_calibrated
     from fourfold.cli.plan.machine import calibration_words
     from fourfold.cli.plan.question import task_words
@@ -189,7 +189,7 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
 
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
-    from fourfold.cli.local_launch import launch_quietly
+    from fourfold.cli.launch import launch_quietly
     from fourfold.cli.plan.question import task_words
     from fourfold.cli.plan.timing import measure_plans
     from fourfold.planner.plan_text import format_confirmed

@@ -78,7 +78,7 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     words      name the task; source: its facts
     is_forced  measure although other processes are at work
     """
-    from fourfold.cli.local_launch import launch_quietly
+    from fourfold.cli.launch import launch_quietly
     from fourfold.cli.plan.calibrate import calibrate, find_calibration, format_calibrated
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
     from fourfold.planner.predict.calibration import CalibrationError, task_key

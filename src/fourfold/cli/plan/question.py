@@ -14,7 +14,6 @@ from typing import NamedTuple
 from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.cli import job, task_loader
 from fourfold.cli.plan.arguments import BATCH, BATCH_SIZE, GPT, WHERE, PlanArguments
-from fourfold.cli.plan.gpt import gpt_source
 from fourfold.cli.plan.machine import Machine, calibration_words, described_machine, this_machine
 from fourfold.cli.run import Run, is_ask, read_plan_text, resolve
 from fourfold.cli.strategy import STRATEGY_WORDS
@@ -32,7 +31,8 @@ from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Decision
 from fourfold.planner.search.layers import NO_DIMS
 from fourfold.planner.search.progress import Progress
-from fourfold.words.errors import Problem, SettingError
+from fourfold.words.errors import PlanError, Problem, SettingError
+from fourfold.words.field import Field, read_words
 from fourfold.words.mesh import AXES
 from fourfold.words.task import Task
 
@@ -272,3 +272,36 @@ def task_words(arguments: PlanArguments) -> list[str]:
     """The words that name the task and its arguments, without those of the ask."""
     mine = (*FIELDS, *STRATEGY_WORDS)
     return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]
+
+
+# ---- a GPT by formula ------------------------------------------------------------------------------------------------
+
+
+GPT_FIELDS = {
+    "layers": Field(type=int, minimum=1, maximum=2**10),
+    "width": Field(type=int, minimum=1, maximum=2**20),
+    "heads": Field(type=int, minimum=1, maximum=2**20),
+    "vocabulary": Field(type=int, minimum=1, maximum=2**24, default=51200),
+    "length": Field(type=int, minimum=1, maximum=2**24, default=2048),
+    BATCH: dataclasses.replace(BATCH_SIZE, default=512),
+}
+"""The maxima are beyond any model, and still answered in a time that one waits."""
+EXAMPLE = "layers=24 width=2304 heads=24"
+
+
+def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
+    """The facts of the GPT that the words describe, and what to call it. Raises FourfoldError."""
+    from fourfold.planner.predict.gpt_facts import GptFacts
+
+    others, given, problems = read_words(words, GPT_FIELDS)
+    values = {name: each.default for name, each in GPT_FIELDS.items()} | given
+    problems += [Problem(word, "KEY=VALUE after gpt", EXAMPLE) for word in others if word != GPT]
+    if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
+        problems.append(Problem(f"a gpt without {' and '.join(missing)}", "its size", EXAMPLE))
+    if problems:
+        raise SettingError(problems, where=WHERE)
+    try:
+        source = GptFacts(**values)
+    except PlanError as error:
+        raise SettingError(error.problems, where=WHERE) from None
+    return f"gpt of {values['layers']} layers, width {values['width']:,}", source

@@ -8,17 +8,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fourfold.cli.plan.arguments import NO_FILE, PlanArguments
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.ask import SEARCHED
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.planner.plan_text import format_difference, plan_words
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Decision
-from fourfold.words.errors import Problem, SettingError
-from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, RUNS_DIR
+from fourfold.words.errors import FourfoldError, Problem, SettingError, os_error_text
+from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, PREDICTION_FILE, RUNS_DIR
 from fourfold.words.units import format_step_seconds
+
+if TYPE_CHECKING:
+    from fourfold.cli.job import Job
+    from fourfold.cli.plan.question import Question
+
 
 OWN_PLAN = "the run's own plan"
 NUM_LEFT_OUT = 1  # the first step allocates
@@ -87,3 +94,62 @@ def median_step_seconds(log: Path) -> float | None:
         return None
     seconds: Sequence[float] = [line["seconds"] for line in read_log(log) if "loss" in line and "step" in line]
     return statistics.median(seconds[NUM_LEFT_OUT:] or seconds) if seconds else None
+
+
+# ---- beside a run, and in `fourfold show` ----------------------------------------------------------------------------
+
+
+def question_here(prepared: "Job") -> "Question | None":
+    """The question of a job's task on its ranks of this machine; None where it is not calibrated for that."""
+    from fourfold.cli.plan.machine import calibrated_machine
+    from fourfold.cli.plan.question import Question, with_batch_size
+    from fourfold.plan.ask import Ask
+    from fourfold.planner.task_facts.source import TaskFacts
+
+    source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
+    machine = calibrated_machine(source, prepared.num_processes)
+    if machine is None:
+        return None
+    return Question(prepared.task_name, True, source, machine, Ask(devices=prepared.num_processes))
+
+
+def record_prediction(prepared: "Job", folder: Path) -> str | None:
+    """Write what the plan was predicted to take into a run's folder; returns the line to print, None without one.
+
+    A prediction that cannot be made or written does not make the run fail: the line says why.
+    """
+    from fourfold.planner.plan_text import format_difference
+    from fourfold.planner.predict.prediction import RecordedPrediction, encode_prediction
+
+    try:
+        question = question_here(prepared)
+        if question is None:
+            return None
+        prediction = question.predict(prepared.plan)
+        recorded = RecordedPrediction(prediction, question.machine.text)
+        write_atomically(folder / PREDICTION_FILE, encode_prediction(recorded))
+        measured = median_step_seconds(folder / LOG_FILE)
+    except FourfoldError as error:
+        return f"no prediction: {error}"
+    except OSError as error:
+        return f"no prediction: {PREDICTION_FILE} could not be written: {os_error_text(error)}"
+    text = f"step     predicted {format_step_seconds(prediction.seconds)}"
+    if measured is None:
+        return text
+    return f"{text}, measured {format_step_seconds(measured)}: {format_difference(prediction.seconds, measured)}"
+
+
+def describe_prediction(prepared: "Job") -> str:
+    """The section of `fourfold show` with what the plan will take here; "" where this machine is not calibrated.
+
+    The rest of what is shown needs no calibration: if it cannot be used, the section says why.
+    """
+    from fourfold.planner.plan_text import format_prediction
+
+    try:
+        question = question_here(prepared)
+        if question is None:
+            return ""
+        return "\n\n" + format_prediction(question.predict(prepared.plan), question.workload)
+    except FourfoldError as error:
+        return f"\n\nprediction   none: {error}"

@@ -6,13 +6,13 @@ Law: every combination has its point; one where nothing fits says what is missin
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from fourfold.cli import task_loader
-from fourfold.cli.arguments import has_several_values
+from fourfold.cli.arguments import several_values
 from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
-from fourfold.cli.plan.gpt import FIELDS
-from fourfold.cli.plan.question import Questions
+from fourfold.cli.plan.question import GPT_FIELDS, Questions
 from fourfold.cli.run import resolve
 from fourfold.planner.plan_curves import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
@@ -23,31 +23,19 @@ MAX_POINTS = 64
 
 def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
     """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
-    found = {key: text.split(",") for key, text in texts.items() if key in LIST_WORDS and "," in text}
+    own = {key: text.split(",") for key, text in texts.items() if key in LIST_WORDS and "," in text}
     with_commas = [match for word in arguments.others if (match := KEY_VALUE.fullmatch(word)) and "," in match["value"]]
     types = _value_types(arguments) if with_commas else {}
-    for match in with_commas:
-        if has_several_values(match["key"], match["value"], types):
-            found[match["key"]] = match["value"].split(",")
-    problems = [
-        Problem(f"{key}={','.join(values)}", "a value on both sides of each comma, each of them once")
-        for key, values in found.items()
-        if "" in values or len(set(values)) < len(values)
-    ]
-    count = 1
-    for values in found.values():
-        count *= len(values)
-    if count > MAX_POINTS:
-        problems.append(Problem(f"{count} combinations", f"at most {MAX_POINTS}", "fewer values"))
-    if problems:
-        raise SettingError(problems, where=WHERE)
+    found = own | several_values({match["key"]: match["value"] for match in with_commas}, types, where=WHERE)
+    if (count := math.prod(map(len, found.values()))) > MAX_POINTS:
+        raise SettingError(Problem(f"{count} combinations", f"at most {MAX_POINTS}", "fewer values"), where=WHERE)
     return found
 
 
 def _value_types(arguments: PlanArguments) -> dict[str, Field]:
     """Of the arguments of the task or of the formula. Raises FourfoldError."""
     if arguments.name == GPT:
-        return FIELDS
+        return GPT_FIELDS
     return task_loader.task_arguments(task_loader.find_task(resolve(arguments.others).task))
 
 

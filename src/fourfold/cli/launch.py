@@ -1,5 +1,6 @@
-"""Forking: the launcher imports torch once, and the checks and the ranks are copies of it.
+"""Launch: the ranks of a command are started on this machine, forked where that is safe.
 
+fork  the launcher imports torch once, and the checks and the ranks are copies of it
 Law: the launcher itself runs nothing of the user's and starts no thread, so that its copies begin like new processes.
 What a task does to its process (threads, a GPU's driver, open files) ends with the copy that checks it.
 """
@@ -11,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,14 @@ from fourfold.cli import sigint
 from fourfold.environment import early_sigterm
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.processes import end_with_parent
-from fourfold.environment.standard_streams import flush_streams, print_stderr
+from fourfold.environment.standard_streams import flush_streams, print_stderr, redirect_to_null
 from fourfold.launcher.process_defaults import launch_variables, may_have_gpus
+from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from fourfold.launcher.forked_process import ForkedProcess
+    from fourfold.launcher.restart_policy import SupervisionPolicy
+
 
 IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.trainer.progress", "fourfold.cli.job", "fourfold.launcher.worker")
 MODULE, SCRIPT = Path(__file__).parent.parent / "__main__.py", "fourfold"  # `python -m fourfold`, and what pip installs
@@ -119,3 +123,41 @@ def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -
     with open(writer, "wb") as pipe:
         pipe.write(json.dumps(result).encode() + b"\n")
     exit_fast(0)
+
+
+# ---- the ranks -------------------------------------------------------------------------------------------------------
+
+
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def launch_quietly(command: Sequence[str], num_processes: int) -> int:
+    """Run a command in so many processes, without restarts; returns the exit code."""
+    from fourfold.launcher.restart_policy import SupervisionPolicy
+
+    return launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=print_error))
+
+
+def launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
+    """Run a command in so many processes under a policy; returns the exit code."""
+    with collection_paused():
+        from fourfold.launcher import local_job
+        from fourfold.launcher.rank_start import fork_rank, spawn_rank
+
+    sigint.restore_and_raise()
+    start_rank = fork_rank if is_forked else spawn_rank
+    outcome = local_job.launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
+    if outcome.text:
+        print_error(outcome.text)
+    return outcome.exit_code
+
+
+def print_error(text: str) -> None:
+    """Report the end of ranks, or a fault after which the job goes on."""
+    if sys.stdout.isatty():
+        try:
+            # With the new line: a rank that was killed may have left half a progress line.
+            print(SHOW_CURSOR, flush=True)
+        except OSError:  # the terminal is gone
+            redirect_to_null(sys.stdout)
+    print_stderr(f"fourfold: {escape_controls(text)}")
