@@ -7,8 +7,9 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cli.plan.question import gpt_source
-from fourfold.plan.ask import Ask, ask_names, ask_text
+from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
+from fourfold.plan.recipes import SHIPPED_ASKS
 from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.roofline import RooflinePrices
@@ -95,9 +96,9 @@ def test_a_formula_needs_a_machine_and_cannot_run(capsys):
     assert "the plans are run here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ask_names())
+@pytest.mark.parametrize("name", SHIPPED_ASKS.names())
 def test_every_ask_that_is_shipped_has_an_answer(name):
-    ask = Ask.from_toml(ask_text(name), where=name)
+    ask = Ask.from_toml(SHIPPED_ASKS.text(name), where=name)
     source = GptFacts(layers=24, width=1024, heads=16, length=512, batch_size=64)
     cluster = load_cluster("dgx-a100").resized(ask.devices or 16)
     decision = decide(ask, source, RooflinePrices(cluster), cluster)

@@ -9,19 +9,19 @@ from fourfold.cli.job import parse_job, prepare_job
 from fourfold.cli.plan.question import trained_task
 from fourfold.cli.run import resolve
 from fourfold.plan.plan import Plan
-from fourfold.plan.recipes import recipe_fields, recipe_names, recipe_summary
+from fourfold.plan.recipes import SHIPPED_PLANS, recipe_fields, recipe_summary
 from fourfold.words.errors import FourfoldError, PlanError
 
 
 def test_a_recipe_is_the_plan_in_its_file_with_fields_of_ones_own():
-    for name in recipe_names():
+    for name in SHIPPED_PLANS.names():
         assert Plan.recipe(name) == Plan.from_dict(recipe_fields(name))
     assert Plan.recipe("zero3", dp=4) == Plan(dp=4, zero=3, microbatches=2)
     with pytest.raises(PlanError, match=r"recipe:zero3\n.*dpp = 4 .*a field of the plan"):
         Plan.recipe("zero3", dpp=4)
 
 
-def test_an_unknown_recipe_names_the_closest():
+def test_an_unknown_SHIPPED_PLANS_the_closest():
     for name in ("zer3", "../plan", "", "zero3.toml"):
         with pytest.raises(PlanError, match=f"recipe:{name} .*one of dapple, dct") as raised:
             Plan.recipe(name)
@@ -31,7 +31,7 @@ def test_an_unknown_recipe_names_the_closest():
 def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     refused = []
-    for name in recipe_names():
+    for name in SHIPPED_PLANS.names():
         job = prepare_job(["lm", f"recipe:{name}"])
         assert job.plan == Plan.recipe(name)
         try:
@@ -39,7 +39,7 @@ def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, t
         except (FourfoldError, ExceptionGroup):
             refused.append(name)
     # Images have no tokens to split, and a model of convolutions has no blocks of column and row layers.
-    split = [name for name in recipe_names() if (plan := Plan.recipe(name)).cp * plan.tp > 1]
+    split = [name for name in SHIPPED_PLANS.names() if (plan := Plan.recipe(name)).cp * plan.tp > 1]
     assert refused == split
 
 
@@ -58,9 +58,9 @@ def test_show_lists_the_recipes_and_prints_one(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["show", "recipe:"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"recipe:{name}" for name in recipe_names()]
+    assert [line.split()[0] for line in lines] == [f"recipe:{name}" for name in SHIPPED_PLANS.names()]
     assert all(line.endswith(recipe_summary(line.split()[0].removeprefix("recipe:"))) for line in lines)
-    assert all(map(recipe_summary, recipe_names()))
+    assert all(map(recipe_summary, SHIPPED_PLANS.names()))
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["show", "digits", "recipe:zero3", "dp=4"])
     out = capsys.readouterr().out

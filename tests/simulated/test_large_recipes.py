@@ -4,7 +4,7 @@ import pytest
 
 from fourfold.comm.communicator import Communicator
 from fourfold.plan.plan import Plan
-from fourfold.plan.recipes import recipe_names
+from fourfold.plan.recipes import SHIPPED_PLANS
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import oracle, threads
@@ -13,7 +13,7 @@ from tests import cases, mesh_law
 from tests.cases import Case
 from tests.spawned.test_recipes import MAX_PROCESSES
 
-LARGE = [name for name in recipe_names() if Plan.recipe(name).mesh.size > MAX_PROCESSES]
+LARGE = [name for name in SHIPPED_PLANS.names() if Plan.recipe(name).mesh.size > MAX_PROCESSES]
 
 
 def test_megatron_and_four_d_are_large():

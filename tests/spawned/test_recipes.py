@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.plan.plan import Plan
-from fourfold.plan.recipes import recipe_names
+from fourfold.plan.recipes import SHIPPED_PLANS
 
 MAX_PROCESSES = 4  # tests/simulated/test_large_recipes.py trains with the larger ones, on threads
-RECIPES = [name for name in recipe_names() if Plan.recipe(name).mesh.size <= MAX_PROCESSES]
+RECIPES = [name for name in SHIPPED_PLANS.names() if Plan.recipe(name).mesh.size <= MAX_PROCESSES]
 
 
 def test_there_are_recipes():

@@ -37,12 +37,16 @@ def _offered_words(incomplete: str) -> list[str]:
     from fourfold.cli.arguments import SETTINGS
     from fourfold.cli.task_loader import BUILT_IN
     from fourfold.plan.plan_fields import PLAN_FIELDS
-    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names
+    from fourfold.plan.recipes import RECIPE_PREFIX, SHIPPED_PLANS
 
     fields = {**SETTINGS, **PLAN_FIELDS}
     values = [f"{name}={value}" for name, each in fields.items() for value in each.offered or ("",)]
     keys = [f"{name}=" for name in fields]
-    found = values if "=" in incomplete else [*keys, *BUILT_IN, *(f"{RECIPE_PREFIX}{name}" for name in recipe_names())]
+    found = (
+        values
+        if "=" in incomplete
+        else [*keys, *BUILT_IN, *(f"{RECIPE_PREFIX}{name}" for name in SHIPPED_PLANS.names())]
+    )
     return [word for word in found if word.startswith(incomplete)]
 
 

@@ -5,15 +5,18 @@ says why: 2 the input is wrong; 1 the run failed; 75 SIGTERM or a dead peer: sta
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import from_environment
 from fourfold.launcher.traceback_text import format_error
 from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
 
+P = ParamSpec("P")
+T = TypeVar("T")
 INPUT_CODE = FourfoldError.exit_code
 # A launcher ends all ranks when the first has ended: silent ranks must not end before the one that reports.
 SILENT_SECONDS = 5.0
@@ -33,6 +36,12 @@ class ErrorCollector:
             yield
         except FourfoldError as error:
             self.errors.append(error)
+
+    def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What the function returns; None where it raises a FourfoldError, which is collected."""
+        with self.collect():
+            return function(*args, **kwargs)
+        return None
 
     def raise_collected(self) -> None:
         """Raise the collected errors, if there are any; each text once."""

@@ -66,7 +66,7 @@ def run_pack(words: Sequence[str]) -> int:
     if row_tokens := values.pop("row_tokens", None):
         source = _token_rows(source, row_tokens)
     if command := stripe_command(dest, values.get("shard_bytes", SHARD_BYTES)):
-        _say(f"on Lustre, before packing: {command}")
+        print_text(f"on Lustre, before packing: {command}")
     total = len(source) if hasattr(source, "__len__") else None
     began = time.perf_counter()
     with _progress("packing", "samples", total) as advance:
@@ -76,9 +76,11 @@ def run_pack(words: Sequence[str]) -> int:
     shards = "1 shard" if packed.num_shards == 1 else f"{packed.num_shards} shards"
     rate = format_bytes_per_second(packed.num_bytes / seconds)
     size = format_bytes(packed.num_bytes)
-    _say(f"packed {format_count(packed.num_samples)} samples{resumed}: {size} in {shards}, {seconds:.1f} s, {rate}")
+    print_text(
+        f"packed {format_count(packed.num_samples)} samples{resumed}: {size} in {shards}, {seconds:.1f} s, {rate}"
+    )
     if row_tokens:
-        _say(_padding_text(source))
+        print_text(_padding_text(source))
     return 0
 
 
@@ -142,12 +144,12 @@ def run_verify(path: str, threads: int | None) -> int:
         verified = verify_pack(path, threads=threads, progress=advance)
     rate = format_bytes_per_second(verified.num_bytes / (time.perf_counter() - began))
     for text in verified.damage[:MAX_NAMED]:
-        _say(f"damaged: {text}")
+        print_text(f"damaged: {text}")
     if len(verified.damage) > MAX_NAMED:
-        _say(f"and {len(verified.damage) - MAX_NAMED} more")
+        print_text(f"and {len(verified.damage) - MAX_NAMED} more")
     what = f"{format_count(verified.num_records)} records, {format_bytes(verified.num_bytes)}, {rate}"
     count = len(verified.damaged_samples)
-    _say(f"{what}: {f'{count} records damaged' if count else 'DAMAGED' if verified.damage else 'whole'}")
+    print_text(f"{what}: {f'{count} records damaged' if count else 'DAMAGED' if verified.damage else 'whole'}")
     return 1 if verified.damage else 0
 
 
@@ -158,25 +160,21 @@ def run_show(path: str) -> int:
 
     shown = describe_pack(path)
     for line in table_lines([(name, text) for name, text in shown.facts.items()], "<<", gap="   "):
-        _say(line)
+        print_text(line)
     for title, rows in (("fields", shown.fields), ("first samples", shown.samples)):
-        _say(f"\n{title}")
+        print_text(f"\n{title}")
         for line in table_lines(rows, "<" * len(rows[0]), gap="   "):
-            _say(f"  {line}")
+            print_text(f"  {line}")
     if shown.classes:
-        _say(f"\n{shown.label}, of {format_count(sum(shown.classes.values()))} samples")
+        print_text(f"\n{shown.label}, of {format_count(sum(shown.classes.values()))} samples")
         total = sum(shown.classes.values())
         most = sorted(shown.classes.items(), key=lambda each: -each[1])
         rows = [(name, str(count), f"{100 * count / total:.1f} %") for name, count in most[:MAX_CLASSES_SHOWN]]
         for line in table_lines(rows, "<>>", gap="   "):
-            _say(f"  {line}")
+            print_text(f"  {line}")
         if len(most) > MAX_CLASSES_SHOWN:
-            _say(f"  and {len(most) - MAX_CLASSES_SHOWN} more, the smallest with {most[-1][1]}")
+            print_text(f"  and {len(most) - MAX_CLASSES_SHOWN} more, the smallest with {most[-1][1]}")
     return 0
-
-
-def _say(text: str) -> None:
-    print_text(text)
 
 
 @contextlib.contextmanager

@@ -84,27 +84,19 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     """
     run = resolve(words)
     errors = ErrorCollector()
-    factory = types = task = plan = callbacks = None
-    with errors.collect():
-        factory = task_loader.find_task(run.task)
-    if factory is not None:
-        with errors.collect():
-            types = task_loader.task_arguments(factory)
-    values = run.values(types, has_run_dir=has_run_dir, errors=errors)
-    if factory is not None and types is not None and not errors.errors:
-        with errors.collect():
-            task = task_loader.make_task(factory, values.task, spec=run.task)
-    with errors.collect():
-        callbacks = load_callbacks(values.run.get(CALLBACK_WORD), values.callback_options)
-    with errors.collect():
-        plan = run.plan(num_processes)
-    with errors.collect():
-        values.run.update(read_rules_setting(values.run.get(RULES_WORD)))
+    factory = errors.attempt(task_loader.find_task, run.task)
+    types = None if factory is None else errors.attempt(task_loader.task_arguments, factory)
+    values, task = run.values(types, has_run_dir=has_run_dir, errors=errors), None
+    if factory is not None and not errors.errors:
+        task = errors.attempt(task_loader.make_task, factory, values.task, spec=run.task)
+    callbacks = errors.attempt(load_callbacks, values.run.get(CALLBACK_WORD), values.callback_options)
+    plan = errors.attempt(run.plan, num_processes)
+    values.run.update(errors.attempt(read_rules_setting, values.run.get(RULES_WORD)) or {})
     errors.raise_collected()
-    assert callbacks is not None
     assert factory is not None
     assert types is not None
     assert task is not None
+    assert callbacks is not None
     assert plan is not None
     overrides = _task_overrides(task, values.run)
     # A new batch size does not change the one that the learning rate was tuned for.
@@ -159,12 +151,10 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
 
     job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
     errors = ErrorCollector()
-    with errors.collect():
-        if has_run_dir:
-            check_run_name(Path(RUNS_DIR), job.settings["name"], job.identity)
-    with errors.collect():
-        _check_init(job.task, job.settings.get("init"))
-    inputs = data = model = sized = None
+    if has_run_dir:
+        errors.attempt(check_run_name, Path(RUNS_DIR), job.settings["name"], job.identity)
+    errors.attempt(_check_init, job.task, job.settings.get("init"))
+    inputs = data = sized = None
     with errors.collect():
         inputs = task_loader.open_task_data(job.task, spec=job.task_name)
         data = inputs.train
@@ -173,18 +163,14 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
         with errors.collect():
             sized = with_sizes(make_settings(job.task, **job.settings), job.task, data)
             _check_order(data, sized)
-    with errors.collect():
-        _check_batch_size(job.task.batch_size if sized is None else sized.batch_size, job.plan)
-    with errors.collect():
-        check_steps(job.task.steps if sized is None else sized.steps, job.plan)
+    errors.attempt(_check_batch_size, job.task.batch_size if sized is None else sized.batch_size, job.plan)
+    errors.attempt(check_steps, job.task.steps if sized is None else sized.steps, job.plan)
     if has_run_dir and inputs is not None and sized is not None:
         with errors.collect():
             check_evaluations(metric_needs(sized, required_metrics(job.callbacks)), job.task, inputs, sized)
-    with errors.collect():
-        model = preflight(job.task, job.plan)
+    model = errors.attempt(preflight, job.task, job.plan)
     if inputs is not None and model is not None and sized is not None:
-        with errors.collect():
-            _check_scheduler(job, model, sized, has_valid=inputs.valid is not None)
+        errors.attempt(_check_scheduler, job, model, sized, has_valid=inputs.valid is not None)
     errors.raise_collected()
     assert data is not None
     assert sized is not None

@@ -27,11 +27,10 @@ from fourfold.cli.settings_file import SettingsFile, read_settings_file
 from fourfold.cli.strategy import expand_strategy
 from fourfold.feed.text_path import resolve_text_path
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.ask import ASK_PREFIX
 from fourfold.plan.decode import DecodeError, read_bounded
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_PLANS
 from fourfold.trainer.run_identity import HF_PREFIX, normal_task_name
 from fourfold.trainer.settings import TASK_FIELDS
 from fourfold.words.errors import FourfoldError, PlanError, Problem, SettingError, os_error_text
@@ -97,17 +96,14 @@ class Run:
         errors       collects what is wrong; without it, it is raised
         """
         collector = ErrorCollector() if errors is None else errors
-        in_words, in_file, options = None, ParsedValues(), {}
-        with collector.collect():
-            in_words = parse_values(self.texts, types)
+        in_file, options, file = ParsedValues(), {}, self.settings_file
+        in_words = collector.attempt(parse_values, self.texts, types)
         if in_words is None:  # the fields of the plan can be checked all the same
-            in_words = parse_values({key: text for key, text in self.texts.items() if key in FIELDS}, None)
-        if self.settings_file is not None:
-            with collector.collect():
-                in_file = self.settings_file.parse(types)
+            in_words = ParsedValues(plan=self.plan_in_words)
+        if file is not None:
+            in_file = collector.attempt(file.parse, types) or in_file
             if has_run_dir:
-                with collector.collect():
-                    options = options_of_file(in_file, in_words, path=self.settings_file.path)
+                options = collector.attempt(options_of_file, in_file, in_words, path=file.path) or {}
         if errors is None:
             collector.raise_collected()
         run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
@@ -132,14 +128,13 @@ class Run:
 
         errors, where = ErrorCollector(), self.plan_file or "the command line"
         values, in_words = {}, self.plan_in_words
-        with errors.collect():
-            Plan.from_dict(in_words, where="the command line")
+        errors.attempt(Plan.from_dict, in_words, where="the command line")
         if self.settings_file is not None:
             where = self.settings_file.path
             with contextlib.suppress(SettingError):  # which `values` raises
                 values = self.settings_file.parse(None).plan
-        with errors.collect():
-            if self.plan_file is not None:
+        elif self.plan_file is not None:
+            with errors.collect():
                 values = vars(Plan.from_toml(read_plan_text(self.plan_file), where=self.plan_file))
         errors.raise_collected()
         plan = Plan.from_dict({**values, **in_words}, where=where)
@@ -165,11 +160,10 @@ class Run:
         Of settings that the function of a task in a file may take itself, nothing is said yet.
         """
         errors, texts = ErrorCollector(), dict(self.texts)
+        errors.attempt(task_loader.check_task_file, self.task)
         with errors.collect():
-            task_loader.check_task_file(self.task)
-        with errors.collect():  # with other words all problems come at once, later
             if self.texts.keys() <= {*FIELDS} or PROGRAM_WORD in self.texts:
-                Plan.from_dict(self.plan_in_words, where="the command line")
+                Plan.from_dict(self.plan_in_words, where="the command line")  # else all problems come at once, later
         with errors.collect():
             if self.plan_file is not None:
                 Plan.from_toml(read_plan_text(self.plan_file), where=self.plan_file)
@@ -177,15 +171,12 @@ class Run:
         check_callback_files(texts.get(CALLBACK_WORD), errors)
         if task_loader.is_in_file(self.task):
             texts = {key: text for key, text in texts.items() if key not in self.texts}
-        with errors.collect():
-            if isinstance(init := texts.get("init"), str) and init.lower() != "none":
-                check_init_path(init)
-        with errors.collect():
-            if isinstance(rules := texts.get(RULES_WORD), str):
-                check_rules_path(rules)
-        with errors.collect():
-            if "data" in self.texts and (self.task == DEFAULT_TASK or self.task.startswith(HF_PREFIX)):
-                resolve_text_path(self.texts["data"])
+        if isinstance(init := texts.get("init"), str) and init.lower() != "none":
+            errors.attempt(check_init_path, init)
+        if isinstance(rules := texts.get(RULES_WORD), str):
+            errors.attempt(check_rules_path, rules)
+        if "data" in self.texts and (self.task == DEFAULT_TASK or self.task.startswith(HF_PREFIX)):
+            errors.attempt(resolve_text_path, self.texts["data"])
         errors.raise_collected()
 
 
@@ -243,7 +234,7 @@ def is_ask(word: str) -> bool:
 def read_plan_text(file: str) -> str:
     """The text of a plan's file, or of recipe:NAME. Raises PlanError."""
     if file.startswith(RECIPE_PREFIX):
-        return recipe_text(file.removeprefix(RECIPE_PREFIX))
+        return SHIPPED_PLANS.text(file.removeprefix(RECIPE_PREFIX))
     return _read_text(file, file, "a plan in TOML")
 
 

@@ -228,11 +228,13 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 def show(words: Sequence[str], page: str | None = None) -> int:
     """`fourfold show`; returns the exit code. `page`: the file of an HTML page, instead of a text."""
     from fourfold.cli.run import check_named_files, resolve
-    from fourfold.plan.recipes import RECIPE_PREFIX, recipe_names, recipe_summary
+    from fourfold.plan.recipes import RECIPE_PREFIX, SHIPPED_PLANS, recipe_summary
 
     run = resolve(words)
     if run.plan_file == RECIPE_PREFIX:
-        for line in align_columns([(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in recipe_names()], "<<"):
+        for line in align_columns(
+            [(f"{RECIPE_PREFIX}{name}", recipe_summary(name)) for name in SHIPPED_PLANS.names()], "<<"
+        ):
             print_text(line)
         return 0
     check_named_files(words)

@@ -25,7 +25,7 @@ from fourfold.cli.arguments import (
 from fourfold.plan.decode import DecodeError, format_pair, format_table, format_value, from_toml, read_toml
 from fourfold.plan.plan import VERSION, Plan
 from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS
-from fourfold.plan.recipes import RECIPE_PREFIX, recipe_text
+from fourfold.plan.recipes import RECIPE_PREFIX, SHIPPED_PLANS
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.run_identity import normal_task_name, task_file
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, Settings, json_problems
@@ -144,7 +144,7 @@ def read_settings_file(path: str) -> SettingsFile | None:
     """The settings in a TOML with sections; None for any other file: it is a plan, or refused as one."""
     try:
         is_recipe = path.startswith(RECIPE_PREFIX)
-        table = from_toml(recipe_text(path.removeprefix(RECIPE_PREFIX))) if is_recipe else read_toml(Path(path))
+        table = from_toml(SHIPPED_PLANS.text(path.removeprefix(RECIPE_PREFIX))) if is_recipe else read_toml(Path(path))
     except (OSError, DecodeError, PlanError):
         return None
     if not any(isinstance(value, dict) or _is_list_of_tables(value) for value in table.values()):

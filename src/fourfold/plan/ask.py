@@ -3,13 +3,11 @@
 pinned     a field that has a value: every answer has the same
 open       a field that the planner fills in: one of SEARCHED without a value, or one of ON_REQUEST that is "auto"
 Law: `Ask.from_toml(ask.to_toml()) == ask`, and what changes the training is never open by itself.
-Law: `ask:NAME` stands wherever the name of an ask's file may stand.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Self
 
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, version_problem
@@ -186,25 +184,3 @@ def _mesh_problems(devices: object, pinned: Mapping[str, object]) -> list[Proble
     below = devices // size * size
     attempt = f"devices = {above}" if not below else f"devices = {below} or {above}"
     return [Problem(f"{got} with devices = {devices}", f"a divisor of {devices}", attempt)]
-
-
-# ---- asks ----------------------------------------------------------------------------------------------------------
-
-ASK_PREFIX = "ask:"
-SUFFIX = ".toml"
-ASKS = resources.files("fourfold") / "recipes" / "asks"
-
-
-def ask_names() -> list[str]:
-    """The names of all asks, in alphabetical order."""
-    return sorted(file.name.removesuffix(SUFFIX) for file in ASKS.iterdir() if file.name.endswith(SUFFIX))
-
-
-def ask_text(name: str) -> str:
-    """An ask as TOML. Raises PlanError, with the closest name, if there is none of this name."""
-    names = ask_names()
-    if name not in names:
-        close = closest_match(name, names)
-        need = f"one of {', '.join(names)}"
-        raise PlanError(Problem(f"{ASK_PREFIX}{name}", need, f"{ASK_PREFIX}{close or names[0]}"), where="the ask")
-    return (ASKS / f"{name}{SUFFIX}").read_text(encoding="utf-8")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.arguments import PLAN_WORD
-from fourfold.plan.ask import ASK_PREFIX
-from fourfold.plan.recipes import RECIPE_PREFIX
+from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.field import KEY_VALUE, Field, read_words
 from fourfold.words.units import Dimension

@@ -19,12 +19,12 @@ from fourfold.cli.run import Run, is_ask, read_plan_text, resolve
 from fourfold.cli.strategy import STRATEGY_WORDS
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.ask import ASK_PREFIX, AUTO, Ask, ask_text, is_left_open
+from fourfold.plan.ask import AUTO, Ask, is_left_open
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.plan.recipes import RECIPE_PREFIX
+from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_ASKS
 from fourfold.planner.predict.facts import FactsSource, ModelFacts
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.workload import Workload
@@ -264,7 +264,7 @@ def _ask_of_file(name: str | None) -> Ask:
     if name is None:
         return Ask()
     if name.startswith(ASK_PREFIX):
-        return Ask.from_toml(ask_text(name.removeprefix(ASK_PREFIX)), where=name)
+        return Ask.from_toml(SHIPPED_ASKS.text(name.removeprefix(ASK_PREFIX)), where=name)
     return Ask.from_toml(read_plan_text(name), where=name)
 
 
