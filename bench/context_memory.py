@@ -33,12 +33,12 @@ from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.axes.data.work.grad_buckets import GradBuckets
 from fourfold.axes.data.work.gradients import MeanSink
 from fourfold.axes.data.work.weight_storage import flatten_params, param_specs
+from fourfold.comm.channel import MessageChannel
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.single_rank import SingleRankReducer, WholeWeights
-from fourfold.comm.ring import NullRingGroup, RingOverP2P
+from fourfold.comm.reduce.group import WholeReducer, WholeWeights
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_memory import PeakMemory
-from fourfold.planner.task_facts.fake_ranks import FakeChannel, TruncatedRing
+from fourfold.planner.task_facts.fake_ranks import MAX_HOPS, FakeChannel
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.layout import SPLIT
 
@@ -98,9 +98,8 @@ def context_parallel(
 ) -> Layout:
     """A rank of Fourfold's context axis; a single rank uses torch's own attention. ZeRO shards over the ranks."""
     rest = functools.partial(zero_buckets, size=size, zero=zero)
-    axis = ContextGroup(
-        (TruncatedRing if few_hops else RingOverP2P)(FakeChannel(size)), NullRingGroup(CommMeter()), ring
-    )
+    ring_group = FakeChannel(size, max_hops=MAX_HOPS if few_hops else None)
+    axis = ContextGroup(ring_group, MessageChannel(CommMeter()), ring)
 
     def ring_attention(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return context_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))
@@ -120,9 +119,8 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     for bucket, index in zip(buckets, buffer_indices, strict=True):
         buffer_sizes[index] = max(buffer_sizes.get(index, 0), bucket.size)
     buffers = {index: torch.empty(length) for index, length in buffer_sizes.items()}
-    reducer = SingleRankReducer(
-        [buffers[index][: b.size] for b, index in zip(buckets, buffer_indices, strict=True)], buffer_indices
-    )
+    flats = [buffers[index][: b.size] for b, index in zip(buckets, buffer_indices, strict=True)]
+    reducer = WholeReducer(flats, buffer_indices, CommMeter())
     weights = WholeWeights()
     weights.shared_weights = [torch.empty(bucket.size) for bucket in buckets]
     flatten_params(named, buckets, weights)

@@ -21,8 +21,8 @@ from fourfold.axes.context.rules.layout import token_positions
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup, connect_context
 from fourfold.comm import init
+from fourfold.comm.channel import Channel, MessageChannel
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import NullRingGroup, RingGroup
 from fourfold.torch_kit.memory import keep_freed_memory
 
 ALONE = "alone"
@@ -43,7 +43,7 @@ class Axes:
         return self._axes[layout]
 
     def single_rank(self) -> ContextGroup:
-        return ContextGroup(NullRingGroup(self.meter), NullRingGroup(self.meter))
+        return ContextGroup(MessageChannel(self.meter), MessageChannel(self.meter))
 
 
 def make_tensors(job: dict[str, Any]) -> list[Tensor]:
@@ -97,7 +97,7 @@ def measure_exchange(axes: Axes, job: dict[str, Any]) -> dict[str, float]:
     return {"seconds": seconds}
 
 
-def _iterate_blocks(link: RingGroup, block: Tensor) -> None:
+def _iterate_blocks(link: Channel, block: Tensor) -> None:
     for _ in link.iterate_blocks([block]):
         pass
 

@@ -21,23 +21,16 @@ import torch
 import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
-from fourfold.comm.reduce.collective_fingerprint import BOARD_DEPTH
-from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS, WorldChannel
+from fourfold.comm.reduce.scalars import BOARD_DEPTH, NUM_LOSS_SCALARS
 
 NUM_RANKS, WARMUP, NUM_CALLS = 2, 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
 
 
 @contextlib.contextmanager
-def without_fingerprints(world: Any) -> Iterator[None]:
+def without_fingerprints(scalars: Any, calls: Any) -> Iterator[None]:
     """Within: calls are neither published nor compared."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(world.calls, "begin"))
-        if hasattr(world.scalars, "_fingerprint_check"):
-            check = stack.enter_context(mock.patch.object(world.scalars, "_fingerprint_check"))
-            check.append_fingerprint.side_effect = lambda values, call: values.clone()
-        else:
-            stack.enter_context(mock.patch.object(world.calls._check, "check_begun"))
+    with mock.patch.object(calls, "begin"), mock.patch.object(scalars, "_calls", None):
         yield
 
 
@@ -47,13 +40,13 @@ def main() -> None:
     step = ff.parallelize(
         case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=NUM_RANKS, transport=kind)
     )
-    world: Any = WorldChannel(step._parts.scalars, step._calls.checker)
+    world = step._parts.scalars, step._calls.checker
     (batch,) = case.batches(step.rank, 1)
     pairs_of_seconds = []
     for number in range(WARMUP + pairs):
         seconds = {}
         for is_checked in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if is_checked else without_fingerprints(world):
+            with contextlib.nullcontext() if is_checked else without_fingerprints(*world):
                 begin = time.perf_counter()
                 step(batch)
                 seconds[is_checked] = time.perf_counter() - begin

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.comm.reduce import collective_fingerprint, divergence_report
+from fourfold.comm.reduce import divergence_report, scalars
 from fourfold.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
@@ -72,11 +72,11 @@ def main() -> None:
                 ratio = median(one / two for one, two in zip(installed, other, strict=True))
                 texts.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
         text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
-        call = microseconds(lambda text=text: collective_fingerprint.fingerprint(text)) - microseconds(
-            lambda: collective_fingerprint.fingerprint(CALL_TEXT)
+        call = microseconds(lambda text=text: scalars.fingerprint(text)) - microseconds(
+            lambda: scalars.fingerprint(CALL_TEXT)
         )
-        board = microseconds(lambda text=text: collective_fingerprint.encode_call(text)) - microseconds(
-            lambda: collective_fingerprint.encode_call(CALL_TEXT)
+        board = microseconds(lambda text=text: scalars.encode_call(text)) - microseconds(
+            lambda: scalars.encode_call(CALL_TEXT)
         )
         print(f"{num_groups:3} groups: {'; '.join(texts)}; the longer call: tag {call:+.1f} µs, board {board:+.1f} µs")
 

@@ -27,8 +27,8 @@ from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.pipeline.rules.schedules import compute_actions
+from fourfold.comm.channel import MessageChannel
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
@@ -262,7 +262,7 @@ RSA_PAPER = {
 def rsa_rank(place: int, *, size: int, batch: int, length: int, is_tensor: bool) -> FakeRank:
     """The first stage: 3 of 24 blocks. 16 bytes for each weight: it and its gradient in two, 12 of states."""
     shape = BERT_LARGE._replace(positions=length)
-    axis = ContextGroup(RingOverP2P(FakeChannel(size)), NullRingGroup(CommMeter()), "rsa")
+    axis = ContextGroup(FakeChannel(size), MessageChannel(CommMeter()), "rsa")
 
     def attend(q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor) -> Tensor:
         return context_attention(q_BHLK, k_BHLK, v_BHLK, axis, dropout=AttentionDropout(bert.DROPOUT))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fourfold.comm import host_shared_memory
+from fourfold.comm.channel import make_channel
 from fourfold.comm.communicator import Communicator, _RankProcess, gather_topology, host_id, topology_along
 from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import make_ring
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
 from fourfold.testing import threads
@@ -191,7 +191,7 @@ def test_a_team_counts_its_hosts_and_names_the_global_rank_of_a_dead_peer():
 def test_rings_of_teams_exchange_within_the_team_and_their_errors_name_global_ranks():
     def body(comm):
         team = comm.on_mesh(Mesh(dp=2, cp=2)).along("cp")
-        ring = make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
+        ring = make_channel(team, "ring", CommMeter(), choice="shared")
         blocks = {owner: block.tolist() for owner, block in ring.iterate_blocks([torch.full((1,), float(comm.rank))])}
         assert blocks == {index: [float(rank)] for index, rank in enumerate(team.ranks)}
         ring.all_gather([torch.zeros(1)])
@@ -206,9 +206,9 @@ def test_a_team_on_several_hosts_has_no_shared_memory_and_its_ranks_are_named():
     def body(comm):
         team = comm.on_mesh(Mesh(cp=2, tp=2)).along("cp")
         with pytest.raises(PlanError, match=rf"ranks \[{team.ranks[0]}, {team.ranks[1]}\] are on several hosts"):
-            make_ring(team, [range(2)], "ring", CommMeter(), choice="shared")
+            make_channel(team, "ring", CommMeter(), choice="shared")
         neighbours = comm.on_mesh(Mesh(cp=2, tp=2)).along("tp")
-        assert make_ring(neighbours, [range(2)], "ring", CommMeter(), choice="shared").name == "shared memory"
+        assert make_channel(neighbours, "ring", CommMeter(), choice="shared").name == "shared memory"
 
     threads.run(4, body, hosts=2)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fourfold.comm.codec.protocol import CodecReduction, Message
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, NullMessageGatherer, message_indices
-from fourfold.comm.reduce.single_rank import SingleRankReducer
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, MessageGatherer, message_indices
+from fourfold.comm.reduce.group import WholeReducer
 from fourfold.plan.codec import CodecRound, Combine
 
 
@@ -70,8 +70,14 @@ def test_messages_of_a_stage_are_sent_in_program_order_in_whatever_order_earlier
     codecs: Any = [Counter(number) for number in num_rounds]
     stages = [StageMessages(len(indices)) for indices in message_indices(codecs)]
     buckets = range(len(codecs))
-    inner = SingleRankReducer([torch.zeros(1, dtype=torch.float64) for _ in buckets], tuple(buckets))
-    routes = CompressedRoutes(inner, cast(Any, stages), NullMessageGatherer(), is_host_leader=True, needs_factor=True)
+    inner = WholeReducer([torch.zeros(1, dtype=torch.float64) for _ in buckets], tuple(buckets), CommMeter())
+    routes = CompressedRoutes(
+        inner,
+        cast(Any, stages),
+        MessageGatherer(CommMeter()),
+        is_host_leader=True,
+        needs_factor=True,
+    )
     coded = CompressedReducer(routes, codecs, CommMeter())
 
     def let_arrive_and_poll() -> None:

@@ -14,8 +14,8 @@ from fourfold.axes.context.work import kernels
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask, _as_int64, _splitmix64
 from fourfold.comm import shared_regions
+from fourfold.comm.channel import MemoryChannel
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import RingOverSharedMemory
 from fourfold.testing import threads
 from fourfold.torch_kit import memory
 from fourfold.torch_kit.fingerprint import GOLDEN_GAMMA
@@ -301,7 +301,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
         ring_group = threads.make_axis(comm, transport="shared").ring_group
         if comm.rank == 1:
             return
-        assert isinstance(ring_group, RingOverSharedMemory)
+        assert isinstance(ring_group, MemoryChannel)
         ring_group.regions.check_peers = raise_peer_error
         with pytest.raises(PeerError, match="rank 1 died"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
@@ -315,7 +315,7 @@ def test_a_wait_ends_when_a_rank_has_died_or_never_arrives():
             check_peers=lambda: None,
             time_limit_seconds=0.1,
         )
-        ring_group = RingOverSharedMemory(regions)
+        ring_group = MemoryChannel(regions)
         with pytest.raises(PeerError, match="rank 7 did not arrive"):
             list(ring_group.iterate_blocks([torch.zeros(2)]))
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce import collective_fingerprint
-from fourfold.comm.reduce.shared_memory import call_check
-from fourfold.comm.reduce.shared_memory.flags import HostFlags, HostRanks
-from fourfold.comm.reduce.shared_memory.host_transport import make_host_world
-from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
+from fourfold.comm.reduce import scalars
+from fourfold.comm.reduce.host_memory import HostMemory, SharedMemoryLayout
+from fourfold.comm.shared_regions import GroupPlace
 from fourfold.feed.batches import Batch
 from fourfold.orders.sample_order import BatchRange
 from fourfold.step.train_step import TrainStep
@@ -58,7 +56,7 @@ def divergence(step: TrainStep, act: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_made_by_some_ranks_only_is_reported_on_every_rank(call, steps, alone, monkeypatch):
     # However slow the machine is, late ranks are waited for.
-    monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)
+    monkeypatch.setattr(scalars, "DIVERGENCE_GRACE_SECONDS", threads.TIME_LIMIT_SECONDS)
 
     def body(comm):
         step = build_step(CASE, 3, comm)
@@ -73,7 +71,7 @@ def test_a_call_made_by_some_ranks_only_is_reported_on_every_rank(call, steps, a
 
 
 def test_a_rank_that_never_arrives_does_not_hide_the_divergence_of_others(monkeypatch):
-    monkeypatch.setattr(call_check, "DIVERGENCE_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(scalars, "DIVERGENCE_GRACE_SECONDS", 0.3)
     steps = []  # a rank whose step is garbage-collected would count as dead
 
     def body(comm):
@@ -89,13 +87,10 @@ def test_a_rank_that_never_arrives_does_not_hide_the_divergence_of_others(monkey
 
 
 def test_calls_are_compared_once_all_ranks_have_begun_or_the_grace_period_is_over():
-    layout = SharedMemoryLayout(num_scalars=8, has_call_board=True)
-    mapping, hosts = mmap.mmap(-1, layout.total_bytes(3)), [HostRanks(index, (0, 1, 2)) for index in range(3)]
-    flags = [HostFlags(mapping, layout.region_bytes, index=index, size=3) for index in range(3)]
-    checks = [call_check.CallCheck(mapping, layout, host, own) for host, own in zip(hosts, flags, strict=True)]
+    checks = calls_of_three_ranks()
     checks[0].begin("step 6")
     checks[1].begin("edit()")
-    grace = call_check.DIVERGENCE_GRACE_SECONDS
+    grace = scalars.DIVERGENCE_GRACE_SECONDS
     checks[0].check_begun(grace)  # rank 2 may still begin its call
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"):
         checks[0].check_begun(grace + 0.1)
@@ -104,15 +99,18 @@ def test_calls_are_compared_once_all_ranks_have_begun_or_the_grace_period_is_ove
         checks[0].check_begun(0.0)
 
 
-def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
-    layout = SharedMemoryLayout(num_scalars=8, has_call_board=True)
-    mapping = mmap.mmap(-1, 3 * layout.region_bytes)
+def calls_of_three_ranks(check_peers: Callable[[], None] = lambda: None) -> list[scalars.CallChecker]:
+    layout = SharedMemoryLayout(num_scalars=8, board_bytes=scalars.BOARD_BYTES)
+    mapping, places = mmap.mmap(-1, layout.total_bytes(3)), [GroupPlace(index, (0, 1, 2)) for index in range(3)]
+    hosts = [HostMemory(mapping, layout, place, CommMeter(), check_peers=check_peers) for place in places]
+    return [scalars.CallChecker(host, None) for host in hosts]
 
+
+def test_a_rank_that_diverged_and_then_died_is_reported_as_diverged():
     def check_peers() -> None:
         raise PeerError("rank 1 died")
 
-    first = make_host_world(mapping, layout, HostRanks(0, (0, 1, 2), check_peers), CommMeter()).calls
-    diverged = make_host_world(mapping, layout, HostRanks(1, (0, 1, 2)), CommMeter()).calls
+    first, diverged, _ = calls_of_three_ranks(check_peers)
     diverged.begin("evaluate() after step 5")
     first.begin("step 6")
     with pytest.raises(DivergenceError, match="rank 2 is at nothing and has come no further"):
@@ -167,10 +165,8 @@ def test_sources_of_different_lengths_are_found_in_the_first_step():
 
 
 def test_a_late_rank_is_reported_at_its_last_call():
-    mapping = mmap.mmap(-1, 3 * collective_fingerprint.BOARD_BYTES)
-    board = collective_fingerprint.CallBoard(
-        mapping, [index * collective_fingerprint.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6)
-    )
+    mapping = mmap.mmap(-1, 3 * scalars.BOARD_BYTES)
+    board = scalars.CallBoard(mapping, [index * scalars.BOARD_BYTES for index in range(3)], ranks=(4, 5, 6))
     for index, number, call in (
         (0, 1, "step 1"),
         (1, 1, "step 1"),
@@ -191,18 +187,16 @@ def test_a_late_rank_is_reported_at_its_last_call():
 @pytest.mark.parametrize("raises_flag", [False, True])
 def test_a_rank_may_advance_while_another_compares(raises_flag):
     # Its later calls overwrite earlier ones while these are read, before its flag is raised.
-    board = collective_fingerprint.CallBoard(
-        mmap.mmap(-1, 2 * collective_fingerprint.BOARD_BYTES), [0, collective_fingerprint.BOARD_BYTES], ranks=(0, 1)
-    )
+    board = scalars.CallBoard(mmap.mmap(-1, 2 * scalars.BOARD_BYTES), [0, scalars.BOARD_BYTES], ranks=(0, 1))
     for index in range(2):
         board.write(index, 1, "swapped_weights()")
     counts = [1, 1]
 
     def get_counts():
         before = list(counts)
-        for number in range(counts[1] + 1, collective_fingerprint.BOARD_DEPTH + 2):
+        for number in range(counts[1] + 1, scalars.BOARD_DEPTH + 2):
             board.write(1, number, "unsharded()")
-            counts[1] = number if raises_flag else collective_fingerprint.BOARD_DEPTH
+            counts[1] = number if raises_flag else scalars.BOARD_DEPTH
         return before
 
     board.check(0, get_counts)
@@ -214,7 +208,7 @@ def test_a_rank_may_advance_while_another_compares(raises_flag):
 
 
 def test_long_calls_are_truncated_and_decode():
-    for call in ("", "step 6", "ä" * collective_fingerprint.CALL_BYTES):
-        assert len(collective_fingerprint.encode_call(call)) == collective_fingerprint.CALL_BYTES
-        assert call.startswith(collective_fingerprint.decode_call(collective_fingerprint.encode_call(call)).rstrip("�"))
-    assert collective_fingerprint.fingerprint("step 6") != collective_fingerprint.fingerprint("step 7")
+    for call in ("", "step 6", "ä" * scalars.CALL_BYTES):
+        assert len(scalars.encode_call(call)) == scalars.CALL_BYTES
+        assert call.startswith(scalars.decode_call(scalars.encode_call(call)).rstrip("�"))
+    assert scalars.fingerprint("step 6") != scalars.fingerprint("step 7")

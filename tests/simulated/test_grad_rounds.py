@@ -6,7 +6,7 @@ import torch
 from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.axes.data.work.countdown import Countdown
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.group_scalars import GroupScalars
+from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
 from fourfold.step.grad_strategies import OneRound, RoundEveryBackward
 from fourfold.testing import threads
 
@@ -45,7 +45,7 @@ def test_a_round_does_not_search_its_buckets_for_each_parameter():
 
 def test_a_sum_that_nobody_has_waited_for_is_not_lost():
     def body(comm):
-        scalars = GroupScalars(comm, "scalars", 2, CommMeter())
+        scalars = ScalarReducer(2, over_group=GroupSums(comm, range(comm.size), "scalars", CommMeter()))
         scalars.all_reduce_async(1, torch.ones(1))
         with pytest.raises(AssertionError, match="has not been waited for"):
             scalars.all_reduce_async(1, torch.ones(1))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup
-from fourfold.comm.ring import RingOverP2P
 from fourfold.model.model_call import call_model
 from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler
 from fourfold.plan.lowering import lower
@@ -155,7 +154,7 @@ RINGS = [("zigzag", 1), ("plain", 1), ("gather", 1), ("rsa", 1), ("zigzag", 2), 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_sequence_ranks_hold_what_ranks_with_real_tensors_hold(ring: str, ulysses: int, dtype: torch.dtype):
     plan = Plan(cp=4, ring=ring, ulysses=ulysses)
-    around, heads = (RingOverP2P(FakeChannel(size, size - 1)) for size in (4 // ulysses, ulysses))
+    around, heads = (FakeChannel(size, size - 1) for size in (4 // ulysses, ulysses))
     group = ContextGroup(around, heads, ring)
 
     def real(call: AttentionCall) -> Tensor:

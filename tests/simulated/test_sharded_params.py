@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import mmap
 import threading
-from typing import Any
+import time
+from collections import deque
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +17,11 @@ from fourfold.axes.data.rules.unshard_order import MAX_UNSHARDED, NUM_STAGING_BU
 from fourfold.axes.data.rules.zero import ShardGroups, step_sent_bytes
 from fourfold.axes.data.work.sharded_params import ShardedParams
 from fourfold.axes.data.work.weight_storage import ShardedWeights
-from fourfold.comm.reduce.shared_memory.host_transport import HostUnshardStaging, StagingFlags
+from fourfold.comm.collectives import Work
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.host import HostUnsharder
+from fourfold.comm.reduce.host_memory import STAGED, HostMemory, SharedMemoryLayout
+from fourfold.comm.shared_regions import GroupPlace
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
@@ -509,27 +516,38 @@ def test_shard_groups_that_straddle_hosts_are_refused_with_sizes_that_fit():
         threads.run(6, lambda comm: build_step(case, 6, comm), hosts=3)
 
 
+NUM_GATHERS = 12
+
+
 def test_a_staging_buffer_is_reused_only_after_all_ranks_have_copied_it():
-    events: list[Any] = []
-    buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(NUM_STAGING_BUFFERS)]
-    flags = StagingFlags(
-        signal_staged=lambda: events.append("staged"),
-        signal_copied=lambda: events.append("copied"),
-        wait_all_staged=lambda number: events.append(("all staged", number)),
-        wait_all_copied=lambda number: events.append(("all copied", number)),
-    )
-    staging, out = HostUnshardStaging(buffers, flags), torch.zeros(8)
+    layout = SharedMemoryLayout([8], [torch.float32], staging_dtypes=[torch.float32])
+    mapping = mmap.mmap(-1, layout.total_bytes(2))
 
-    def begin(part):
-        events.append("started")
-        part.fill_(1.0)
-        return lambda: events.append("done")
+    class Hosts:
+        """Of `ShardedCollectives`, what a rank needs whose slices come from other hosts at once."""
 
-    for _ in range(NUM_STAGING_BUFFERS + 1):
-        staging.unshard_async(slice(0, 4), out, begin)()
-    each = ["started", "done", "staged", ("all staged", NUM_STAGING_BUFFERS + 1), "copied"]
-    assert events[-6:] == [("all copied", 1), *each]
-    assert out.tolist() == [1.0] * 4 + [0.0] * 4
+        def all_gather_async(self, shard: torch.Tensor, out: torch.Tensor) -> Work:
+            out.copy_(shard)
+            return Work(lambda: out)
+
+    def body(comm):
+        place = GroupPlace(comm.rank, (0, 1))
+        host = HostMemory(mapping, layout, place, CommMeter(), check_peers=lambda: None)
+        wait, found, waits = host.wait, [], deque()
+        if comm.rank:  # slow to copy what is staged
+            host.wait = lambda flag, count: (wait(flag, count), time.sleep(0.002 if flag == STAGED else 0.0))[0]
+        unsharder = HostUnsharder(host, [(4 * comm.rank, 4 * comm.rank + 4)], cast(Any, Hosts()))
+        for number in range(NUM_GATHERS):
+            found.append(torch.zeros(8))
+            waits.append(unsharder.unshard_async(0, torch.full((4,), 2.0 * number + comm.rank), found[-1], None))
+            if len(waits) == NUM_STAGING_BUFFERS:
+                waits.popleft()()
+        for each in waits:
+            each()
+        return [out.tolist() for out in found]
+
+    expected = [[2.0 * number] * 4 + [2.0 * number + 1] * 4 for number in range(NUM_GATHERS)]
+    assert threads.run(2, body) == [expected] * 2
 
 
 def test_a_buffer_returns_to_the_pool_when_its_storage_is_unreferenced():

@@ -9,15 +9,13 @@ import torch
 from fourfold.axes.data.rules.buckets import Bucket, Slot
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.comm.codec import registry
+from fourfold.comm.collectives import Work
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, NullMessageGatherer
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, MessageGatherer
+from fourfold.comm.reduce.host import make_host_transport
+from fourfold.comm.reduce.host_memory import HostMemory, SharedMemoryLayout
 from fourfold.comm.reduce.protocol import GradReducer
-from fourfold.comm.reduce.sharded_collectives import AsyncResult, always_done
-from fourfold.comm.reduce.shared_memory.flag_waits import map_host
-from fourfold.comm.reduce.shared_memory.flags import HostRanks
-from fourfold.comm.reduce.shared_memory.host_transport import make_host_transport
-from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
-from fourfold.comm.reduce.single_rank import SingleRankCalls
+from fourfold.comm.shared_regions import GroupPlace
 from fourfold.plan.codec import CodecSpec
 from fourfold.testing import threads
 
@@ -27,22 +25,23 @@ NUM_BUCKETS = 8
 class NoOtherHosts:
     """No other hosts: what a rank has summed is the whole sum, once it has been waited for."""
 
-    num_hosts, size, index, replica_index = 1, 1, 0, 0
+    num_members, size, index, replica_index = 1, 1, 0, 0
 
     def reduce_scatter_async(self, flat):
-        return AsyncResult(lambda: flat, always_done)
+        return Work(lambda: flat)
 
     all_reduce_async = reduce_scatter_async
 
 
 def reducer_of(mapping: mmap.mmap, layout: SharedMemoryLayout, index: int, **options: Any) -> GradReducer:
     """The reducer of one of two ranks."""
-    host = map_host(mapping, layout, HostRanks(index, (0, 1)), SingleRankCalls(), CommMeter(), time_limit_seconds=10)
+    place = GroupPlace(index, (0, 1))
+    host = HostMemory(mapping, layout, place, CommMeter(), check_peers=lambda: None, time_limit_seconds=10)
     return make_host_transport(host, **options).grads
 
 
 def compressed(inner: GradReducer, sums: GradReducer, codecs: Any, rank: int) -> CompressedReducer:
-    routes = CompressedRoutes(inner, [sums], NullMessageGatherer(), is_host_leader=rank == 0, needs_factor=False)
+    routes = CompressedRoutes(inner, [sums], MessageGatherer(CommMeter()), is_host_leader=rank == 0, needs_factor=False)
     return CompressedReducer(routes, codecs, CommMeter())
 
 

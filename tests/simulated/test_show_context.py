@@ -7,7 +7,6 @@ from fourfold.axes.context.show import saved_bytes, sent_bytes, trace_model
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.cli import run_commands
-from fourfold.comm.ring import NullRingGroup, RingOverP2P
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
 from fourfold.show.describe import show
@@ -32,9 +31,7 @@ def test_the_reported_bytes_equal_those_that_a_rank_saves_and_sends(plan: Plan) 
     (form,) = seen.attention_calls
     samples = (TASK.batch_size or 0) // plan.dp
     around, heads = FakeChannel(plan.cp // plan.ulysses), FakeChannel(plan.ulysses)
-    axis = ContextGroup(
-        RingOverP2P(around), RingOverP2P(heads) if heads.size > 1 else NullRingGroup(around.meter), plan.ring
-    )
+    axis = ContextGroup(around, heads, plan.ring)
     q, k, v = (
         torch.randn(samples, num, seen.length // plan.cp, form.head_size, requires_grad=True)
         for num in (form.heads, form.kv_heads, form.kv_heads)

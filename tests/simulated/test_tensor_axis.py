@@ -19,7 +19,7 @@ from fourfold.axes.tensor.work.cut import local_part
 from fourfold.axes.tensor.work.layers import split_layer
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.shared_memory.host_transport import LazyReducer
+from fourfold.comm.reduce.host import LazyReducer
 from fourfold.comm.tensor.protocol import SingleRankTensorGroup
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard

@@ -17,8 +17,9 @@ from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
 from fourfold.comm.codec import registry
 from fourfold.comm.communicator import gather_topology
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.local_sgd import LocalSGDReducer
-from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS, DataTransport, TransportSpec, WorldChannel
+from fourfold.comm.reduce.group import LocalSGDReducer
+from fourfold.comm.reduce.protocol import DataTransport, TransportSpec
+from fourfold.comm.reduce.scalars import NUM_LOSS_SCALARS, WorldChannel
 from fourfold.comm.transports import make_data_transport, make_world_channel
 from fourfold.plan.codec import CodecSpec
 from fourfold.testing import threads

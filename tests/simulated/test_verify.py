@@ -14,8 +14,8 @@ import fourfold as ff
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.comm.codec.int8 import Int8
-from fourfold.comm.reduce.shared_memory import host_buffers
-from fourfold.comm.reduce.shared_memory.host_buffers import sum_in_order
+from fourfold.comm.reduce import host
+from fourfold.comm.reduce.host import sum_in_order
 from fourfold.feed.source import TensorSource
 from fourfold.model.loss_sum import Loss, sum_loss
 from fourfold.model.objective import Objective
@@ -305,12 +305,12 @@ def twice(codec: Int8, payload: Tensor, out: Tensor) -> None:
 
 ENCODE, DECODE_ADD = Int8.encode, Int8.decode_add
 BROKEN = {
-    "exact": ({}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
-    "bf16": ({"precision": "bf16"}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
-    "codec bf16": ({"codec": "bf16"}, mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank), 1),
+    "exact": ({}, mock.patch.object(host, "sum_in_order", without_the_last_rank), 1),
+    "bf16": ({"precision": "bf16"}, mock.patch.object(host, "sum_in_order", without_the_last_rank), 1),
+    "codec bf16": ({"codec": "bf16"}, mock.patch.object(host, "sum_in_order", without_the_last_rank), 1),
     "reduce bf16": (
         {"reduce_dtype": "bf16"},
-        mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank),
+        mock.patch.object(host, "sum_in_order", without_the_last_rank),
         1,
     ),
     "no feedback": ({"codec": "int8"}, mock.patch.object(Int8, "encode", forgetting), 2),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.cli.verify import report
-from fourfold.comm.reduce.shared_memory import host_buffers
-from fourfold.comm.reduce.shared_memory.host_buffers import sum_in_order
+from fourfold.comm.reduce import host
+from fourfold.comm.reduce.host import sum_in_order
 from fourfold.verification import script as verify_script
 from fourfold.verification.comparison import EXACT_BOUND, VerifyResult
 from fourfold.verification.script import ScriptVerifier
@@ -89,7 +89,7 @@ def without_the_last_rank(addends: list[Tensor], out: Tensor) -> None:
 
 SCRIPTS = {"step": step_script, "loop": loop_script}
 BREAKS = {
-    "reduction": mock.patch.object(host_buffers, "sum_in_order", without_the_last_rank),
+    "reduction": mock.patch.object(host, "sum_in_order", without_the_last_rank),
     "order of the ranks": mock.patch.object(verify_script, "joined", lambda trees: JOINED(trees[::-1])),
     "one rank's batch": mock.patch.object(verify_script, "joined", lambda trees: JOINED(trees[:1])),
 }

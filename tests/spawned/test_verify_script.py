@@ -8,11 +8,11 @@ SCRIPT = """
 import sys
 import torch, torch.nn.functional as F
 import fourfold as ff
-from fourfold.comm.reduce.shared_memory import host_buffers
+from fourfold.comm.reduce import host
 
 if sys.argv[1:] == ["broken"]:
-    whole = host_buffers.sum_in_order
-    host_buffers.sum_in_order = lambda addends, out: whole(addends[:-1], out=out)
+    whole = host.sum_in_order
+    host.sum_in_order = lambda addends, out: whole(addends[:-1], out=out)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 3)
 step = ff.parallelize(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ff.Plan(dp=2))

@@ -220,7 +220,7 @@ def _check_fits_memory(task: Task, plan: Plan, data: "DataInput", meta_model: An
 def _check_init(task: Task, init: str | None) -> None:
     """Raises SettingError or CheckpointError where the files of initial weights are missing or another model's."""
     from fourfold.checkpoint.initial_weights import check_weights
-    from fourfold.step.meta_model import build_meta_model
+    from fourfold.step.initial_model import build_meta_model
 
     if init is not None:
         check_init_path(init)

@@ -6,7 +6,8 @@ Law: until `wait` has returned, a collective's input may not be written and its 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,26 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-class Work(Protocol):
-    """A collective that has begun; torch.distributed's own has these methods too."""
+def always_done() -> bool:
+    """`is_completed` of what sends nothing."""
+    return True
 
-    def wait(self) -> Any: ...
 
-    def is_completed(self) -> bool: ...
+class Work(NamedTuple):
+    """What has begun: `wait` returns its result, `is_completed` says whether `wait` would return at once."""
 
-    def get_future(self) -> Any: ...
+    wait: Callable[[], Any]
+    is_completed: Callable[[], bool] = always_done
+    get_future: Callable[[], Any] | None = None
+    """torch's future, by which a trace learns when it ended; None where nothing is sent."""
 
 
 class Group(Protocol):
-    """Ranks that do collectives together. All but `broadcast` return before they are done."""
+    """Ranks that do collectives together. All but `broadcast` and `receive` return before they are done.
+
+    Begun on a tensor, each waits for that tensor's new values: `out`, or `flat` without one. Raises PeerError, also
+    where it is waited for, if a rank has died.
+    """
 
     def all_reduce(self, flat: Tensor) -> Work:
         """Sum `flat` over the ranks, in place."""
@@ -61,36 +70,83 @@ class Group(Protocol):
         """Wait for a rank's next message, which is as long as `flat`."""
         ...
 
+    def shift(self, flat: Tensor, tag: int) -> Work:
+        """Begin to send to the next member, the last one to the first: the result is what the one before has sent."""
+        ...
+
 
 class TorchGroup:
     """The group over a process group of torch.distributed; `group` is called at every use.
 
-    `ranks` are the global ranks of the communicator that the group is of.
+    ranks      the global ranks of the communicator that the group is of; `members`: those of the group
+    rank       this one's global rank
+    reporting  within, a broken connection names the dead rank
     """
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup | None], ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, ranks
+    def __init__(
+        self,
+        group: Callable[[], dist.ProcessGroup | None],
+        ranks: Sequence[int],
+        members: Sequence[int],
+        rank: int,
+        reporting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._group, self._ranks, self._members, self._rank = group, ranks, members, rank
+        self._reporting = reporting
+
+    def _begin(self, out: Tensor, begin: Callable[..., dist.Work | None], *tensors: Tensor) -> Work:
+        with self._reporting():
+            work = begin(*tensors, group=self._group(), async_op=True)
+        return self._started([work], out)
+
+    def _started(self, works: Sequence[dist.Work | None], out: Tensor) -> Work:
+        begun = [work for work in works if work is not None]
+        assert len(begun) == len(works)
+
+        def wait() -> Tensor:
+            with self._reporting():
+                for work in begun:
+                    work.wait()
+            return out
+
+        return Work(wait, begun[-1].is_completed, begun[-1].get_future)
 
     def all_reduce(self, flat: Tensor) -> Work:
-        return _require_work(dist.all_reduce(flat, group=self._group(), async_op=True))
+        return self._begin(flat, dist.all_reduce, flat)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
-        return _require_work(reduce_scatter(out, flat, group=self._group(), async_op=True))
+        return self._begin(out, reduce_scatter, out, flat)
 
     def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
-        return _require_work(dist.all_to_all_single(out, flat, group=self._group(), async_op=True))
+        return self._begin(out, dist.all_to_all_single, out, flat)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        return _require_work(all_gather(out, shard, group=self._group(), async_op=True))
+        return self._begin(out, all_gather, out, shard)
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        dist.broadcast(flat, src=self._ranks[source], group=self._group())
+        with self._reporting():
+            dist.broadcast(flat, src=self._ranks[source], group=self._group())
 
     def send(self, flat: Tensor, target: int) -> Work:
-        return _require_work(dist.isend(flat, self._ranks[target], group=self._group()))
+        with self._reporting():
+            work = dist.isend(flat, self._ranks[target], group=self._group())
+        return self._started([work], flat)
 
     def receive(self, flat: Tensor, source: int) -> None:
-        dist.recv(flat, self._ranks[source], group=self._group())
+        with self._reporting():
+            dist.recv(flat, self._ranks[source], group=self._group())
+
+    def shift(self, flat: Tensor, tag: int) -> Work:
+        received, group = torch.empty_like(flat), self._group()
+        index, size = self._members.index(self._rank), len(self._members)
+        right, left = self._members[(index + 1) % size], self._members[(index - 1) % size]
+        operations = [
+            dist.P2POp(dist.isend, flat, right, group=group, tag=tag),
+            dist.P2POp(dist.irecv, received, left, group=group, tag=tag),
+        ]
+        with self._reporting():
+            works = dist.batch_isend_irecv(operations)
+        return self._started(works, received)
 
 
 def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]:
@@ -98,11 +154,6 @@ def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]
     gathered = row.new_empty(size * row.numel())
     group.all_gather(gathered, row).wait()
     return gathered.view(size, -1).unbind()
-
-
-def _require_work(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def sum_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:

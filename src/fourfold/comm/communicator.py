@@ -130,6 +130,11 @@ class Communicator:
         """This rank's number in the job."""
         return self.world.rank
 
+    @property
+    def backend(self) -> str:
+        """What carries the messages of process groups."""
+        return "NCCL" if self.device.type == "cuda" else "gloo"
+
     # ---- peers ----------------------------------------------------------------------------------------
 
     @property
@@ -253,7 +258,9 @@ class Communicator:
         Collectives of one group pair up by order alone. Two sequences of collectives whose relative order may differ
         between ranks need two groups, hence two purposes.
         """
-        return TorchGroup(self.process_group_getter(ranks, purpose), self.ranks)
+        members = [self.ranks[rank] for rank in ranks]
+        getter = self._process_groups.get_or_create(purpose, members)
+        return TorchGroup(getter, self.ranks, members, self.global_rank, self.report_dead_peers)
 
     def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
         """Returns a function that returns torch's process group; call it at every use, and keep no group."""

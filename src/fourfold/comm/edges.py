@@ -29,8 +29,7 @@ from torch import Tensor
 from fourfold.comm.collectives import Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.shared_regions import SharedRegions, open_regions
-from fourfold.comm.transports import check_transport_device, no_shared_memory
+from fourfold.comm.shared_regions import SharedRegions, choose_regions
 from fourfold.torch_kit.memory import BufferPool
 from fourfold.words.errors import Problem, TaskError
 
@@ -145,10 +144,10 @@ class ProcessGroupSender:
     """See `SendingEdge`. `receiver`: its index in the communicator. Making it is collective between the two."""
 
     def __init__(self, comm: Communicator, receiver: int, meter: CommMeter, purpose: str) -> None:
-        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
+        self.name = comm.backend
         self._comm, self._meter, self._receiver = comm, meter, receiver
         self._group = comm.get_group([comm.rank, receiver], purpose)
-        self._pending: list[tuple[Work, Tensor]] = []
+        self._pending: list[Work] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         words = encode(specs(tensors))
@@ -157,17 +156,16 @@ class ProcessGroupSender:
             raise TaskError(Problem(got, f"at most {HEADER_WORDS // 8} tensors"), where="the pipeline")
         header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         header[: len(words)] = torch.tensor(words)
-        self._pending = [each for each in self._pending if not each[0].is_completed()]
+        self._pending = [each for each in self._pending if not each.is_completed()]
         for tensor in (header.to(self._comm.device), *tensors):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             if flat.numel():
                 self._meter.sent_bytes += flat.numel()
-                with self._comm.report_dead_peers():
-                    self._pending.append((self._group.send(flat, self._receiver), flat))
+                self._pending.append(self._group.send(flat, self._receiver))
 
     def finish(self) -> None:
-        with self._meter.timed(), self._comm.report_dead_peers():
-            for work, _ in self._pending:
+        with self._meter.timed():
+            for work in self._pending:
                 work.wait()
         self._pending = []
 
@@ -176,7 +174,7 @@ class ProcessGroupReceiver:
     """See `ReceivingEdge`. `sender`: its index in the communicator. Making it is collective between the two."""
 
     def __init__(self, comm: Communicator, sender: int, meter: CommMeter, purpose: str) -> None:
-        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
+        self.name = comm.backend
         self._comm, self._meter, self._sender = comm, meter, sender
         self._group = comm.get_group([sender, comm.rank], purpose)
         self.buffers = BufferPool()
@@ -199,7 +197,7 @@ class ProcessGroupReceiver:
     def _receive(self, tensor: Tensor) -> None:
         flat = tensor.view(-1).view(torch.uint8)
         if flat.numel():
-            with self._meter.timed(), self._comm.report_dead_peers():
+            with self._meter.timed():
                 self._group.receive(flat, self._sender)
 
 
@@ -340,7 +338,6 @@ def make_edges(pipeline: Communicator, meter: CommMeter, *, choice: str = "auto"
 
     Raises PlanError if the plan asks for a transport that cannot be had.
     """
-    check_transport_device(choice, pipeline.device.type)
     size, edges = pipeline.size, StageEdges()
     # A rank has two neighbours: pairs that begin with an even index, then those that begin with an odd one.
     rounds = [[(start, start + 1) for start in range(parity, size - 1, 2)] for parity in range(min(2, size - 1))]
@@ -371,7 +368,7 @@ def _connect(
     """These edges and those of the pair that this rank is in. Collective."""
     paired = {each for pair in pairs for each in pair}
     groups = [*pairs, *((each,) for each in range(pipeline.size) if each not in paired)]
-    regions = _open(pipeline, groups, meter, choice)
+    regions = choose_regions(pipeline, groups, meter, choice=choice, num_areas=NUM_SLOTS)
     for first, second in pairs:
         if pipeline.rank == first:
             sender, receiver = _ends(pipeline, regions, second, meter, purpose, is_first=True)
@@ -380,17 +377,6 @@ def _connect(
             sender, receiver = _ends(pipeline, regions, first, meter, purpose, is_first=False)
             edges = edges._replace(to_previous=sender, from_previous=receiver)
     return edges
-
-
-def _open(
-    pipeline: Communicator, groups: Sequence[tuple[int, ...]], meter: CommMeter, choice: str
-) -> SharedRegions | None:
-    if pipeline.device.type != "cpu" or choice not in ("auto", "shared"):
-        return None
-    regions, reason = open_regions(pipeline, groups, meter, num_areas=NUM_SLOTS)
-    if regions is None and choice == "shared":
-        raise no_shared_memory(reason)
-    return regions
 
 
 def _ends(

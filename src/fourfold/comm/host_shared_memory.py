@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fourfold.comm.communicator import Communicator
+from fourfold.plan.check import no_shared_memory_problem, transport_device_problems
 from fourfold.torch_kit import memory
-from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.errors import LaunchError, PlanError, Problem
 
 CONNECT_TIMEOUT_SECONDS = 60.0
 
@@ -47,6 +48,22 @@ class SharedHostMemory(NamedTuple):
         for each in self.peer_sockets.values():
             each.close()
         return self.handle
+
+
+def check_transport_device(choice: str, device: str) -> None:
+    """Raise PlanError for a transport, the plan's choice, that this kind of device cannot have."""
+    if problems := transport_device_problems(choice, device):
+        raise PlanError(problems, where="the plan")
+
+
+def wants_shared_memory(comm: Communicator, choice: str) -> bool:
+    """Whether ranks of one host should share memory, by the plan's choice of a transport."""
+    return comm.device.type == "cpu" and choice in ("auto", "shared")
+
+
+def no_shared_memory(reason: str) -> PlanError:
+    """The error if the plan asks for shared memory that the ranks cannot have."""
+    return PlanError(no_shared_memory_problem(reason), where="the plan")
 
 
 def open_host_memory(

@@ -53,7 +53,7 @@ class CommMeter:
         """A bucket's weights are being brought together, until the returned function is called; None: not recorded."""
         return noop if unshard_index is None else self.recorder.unsharding(unshard_index)
 
-    def record_async(self, verb: Verb, index: int | None, future: Callable[[], Any]) -> None:
+    def record_async(self, verb: Verb, index: int | None, future: Callable[[], Any] | None) -> None:
         """A reduction, gather or unshard runs asynchronously until the future completes; None: it is not recorded."""
-        if index is not None:
+        if index is not None and future is not None:
             self.recorder.record_async(verb, index, future)

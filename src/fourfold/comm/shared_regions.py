@@ -8,6 +8,7 @@ plain stores, and that of loads (total store order). Elsewhere regions are not m
 torch that write past the caches fence their stores before they return, as compilers and libc on x86-64 rely on.
 """
 
+import functools
 import mmap
 import os
 import weakref
@@ -18,13 +19,19 @@ import torch
 from torch import Tensor
 
 from fourfold.comm.communicator import Communicator, gather_topology
-from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.comm.host_shared_memory import (
+    check_transport_device,
+    no_shared_memory,
+    open_host_memory,
+    wants_shared_memory,
+)
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.polling import wait_until
-from fourfold.comm.reduce.shared_memory.layout import ALIGNMENT_BYTES, FLAG_STRIDE
 from fourfold.torch_kit import memory
 from fourfold.words.errors import PeerError, Problem
 
+ALIGNMENT_BYTES = 4096
+FLAG_STRIDE = 8  # int64s: a cache line of its own for each flag
 AREA_BYTES = 2**34  # of addresses, not of memory
 NUM_AREAS = 4
 TIME_LIMIT_SECONDS = 1800.0
@@ -50,6 +57,15 @@ class GroupPlace:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @classmethod
+    def of(cls, comm: Communicator, groups: Sequence[Sequence[int]]) -> "tuple[GroupPlace, Sequence[int]]":
+        """This rank's place in its group, of those that partition a communicator's ranks; and the group's indices."""
+        members = next(each for each in groups if comm.rank in each)
+        return cls(list(members).index(comm.rank), tuple(comm.ranks[rank] for rank in members)), members
+
+
+ONE_RANK = GroupPlace(0, (0,))
 
 
 class SharedRegions:
@@ -137,25 +153,43 @@ class SharedRegions:
         return index * self._region_bytes + ALIGNMENT_BYTES + area * AREA_BYTES
 
 
-def open_regions(
-    comm: Communicator, groups: Sequence[Sequence[int]], meter: CommMeter, *, num_areas: int = NUM_AREAS
-) -> tuple[SharedRegions | None, str]:
-    """The regions of this rank's group if every group is within one host; or None and the reason.
+def choose_regions(
+    comm: Communicator,
+    groups: Sequence[Sequence[int]],
+    meter: CommMeter,
+    *,
+    choice: str = "auto",
+    num_areas: int = NUM_AREAS,
+    may_cross_hosts: bool = False,
+) -> SharedRegions | None:
+    """The regions of this rank's group, if the plan's transport lets groups share memory, and they can; else None.
 
-    Collective among `comm`'s ranks, which `groups` partition.
+    Collective among `comm`'s ranks, which `groups` partition: all get regions, or none. Raises PlanError if the plan
+    asks for a transport that cannot be had; `may_cross_hosts`: not for want of shared memory.
     """
-    group = next(each for each in groups if comm.rank in each)
+    check_transport_device(choice, comm.device.type)
+    if all(len(each) == 1 for each in groups) or not wants_shared_memory(comm, choice):
+        return None
+    regions, reason = _open_regions(comm, groups, meter, num_areas)
+    if regions is None and choice == "shared" and not may_cross_hosts:
+        raise no_shared_memory(reason)
+    return regions
+
+
+def _open_regions(
+    comm: Communicator, groups: Sequence[Sequence[int]], meter: CommMeter, num_areas: int
+) -> tuple[SharedRegions | None, str]:
+    """The regions if every group is within one host; or None and the reason."""
+    place, members = GroupPlace.of(comm, groups)
     topology = gather_topology(comm)
     if topology.unshared_cause:
         return None, topology.unshared_cause
     across_hosts = [each for each in groups if len(topology.hosts_of(each)) > 1]
     if across_hosts:
         return None, f"ranks {[comm.ranks[rank] for rank in across_hosts[0]]} are on several hosts"
-    host_memory, reason = open_host_memory(
-        lambda: memory.create_growing(total_bytes(len(group), num_areas)), comm, group
-    )
+    create = functools.partial(memory.create_growing, total_bytes(place.size, num_areas))
+    host_memory, reason = open_host_memory(create, comm, members)
     if host_memory is None:
         return None, reason
-    place = GroupPlace(list(group).index(comm.rank), tuple(comm.ranks[rank] for rank in group))
-    regions = SharedRegions(host_memory.take_handle(), place, meter, check_peers=comm.check_peers, num_areas=num_areas)
-    return regions, ""
+    handle = host_memory.take_handle()
+    return SharedRegions(handle, place, meter, check_peers=comm.check_peers, num_areas=num_areas), ""

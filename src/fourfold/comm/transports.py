@@ -13,33 +13,29 @@ import torch
 
 from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.host_shared_memory import open_host_memory
-from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.compressed import (
-    CompressedReducer,
-    CompressedRoutes,
-    GroupMessageGatherer,
-    MessageGatherer,
-    NullMessageGatherer,
-    message_indices,
+from fourfold.comm.host_shared_memory import (
+    check_transport_device,
+    no_shared_memory,
+    open_host_memory,
+    wants_shared_memory,
 )
-from fourfold.comm.reduce.group_scalars import group_world
-from fourfold.comm.reduce.inter_host import GroupInterHostReducer, GroupInterHostScalars
-from fourfold.comm.reduce.process_group import make_group_transport
-from fourfold.comm.reduce.protocol import (
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, MessageGatherer, message_indices
+from fourfold.comm.reduce.group import WholeReducer, make_group_transport, single_rank_transport
+from fourfold.comm.reduce.host import make_host_transport
+from fourfold.comm.reduce.host_memory import HostMemory, SharedMemoryLayout
+from fourfold.comm.reduce.protocol import DataTransport, GradsOfBucket, TransportSpec
+from fourfold.comm.reduce.scalars import (
+    BOARD_BYTES,
     NUM_LOSS_SCALARS,
     CallChecker,
-    DataTransport,
-    GradsOfBucket,
-    TransportSpec,
+    GroupSums,
     WorldChannel,
+    world_channel,
 )
-from fourfold.comm.reduce.shared_memory.flag_waits import map_host
-from fourfold.comm.reduce.shared_memory.flags import HostRanks
-from fourfold.comm.reduce.shared_memory.host_transport import make_host_transport, make_host_world
-from fourfold.comm.reduce.shared_memory.layout import SharedMemoryLayout
-from fourfold.comm.reduce.single_rank import SingleRankReducer, single_rank_transport, single_rank_world
-from fourfold.plan.check import host_shard_problem, no_shared_memory_problem, transport_device_problems
+from fourfold.comm.reduce.sharded_collectives import ShardedCollectives
+from fourfold.comm.shared_regions import GroupPlace
+from fourfold.plan.check import host_shard_problem
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.torch_kit import memory
 from fourfold.words.errors import PlanError
@@ -61,9 +57,24 @@ class _Host(NamedTuple):
         """The ranks that are on their hosts what this one is on its."""
         return [ranks[self.rank_index] for ranks in self.hosts]
 
-    def global_ranks(self, comm: Communicator) -> tuple[int, ...]:
-        """The ranks of this host by their numbers in the job: messages name these."""
-        return tuple(comm.ranks[rank] for rank in self.ranks)
+    def open_memory(
+        self, comm: Communicator, layout: SharedMemoryLayout, meter: CommMeter, calls: CallChecker | None = None
+    ) -> tuple[HostMemory | None, str]:
+        """Memory that the ranks of the host share; or None and the reason. Collective among the ranks of `comm`."""
+        create = functools.partial(memory.create_shared, layout.total_bytes(len(self.ranks)))
+        opened, reason = open_host_memory(create, comm, self.ranks)
+        if opened is None:
+            return None, reason
+        mapping = memory.map_shared(opened.take_handle())
+        place = GroupPlace(self.rank_index, tuple(comm.ranks[rank] for rank in self.ranks))  # messages name these
+        host_memory = HostMemory(mapping, layout, place, meter, check_peers=comm.check_peers)
+        if calls is not None:
+            host_memory.check_calls = calls.check_begun
+        return host_memory, ""
+
+    def sums_between_hosts(self, comm: Communicator, purpose: str, meter: CommMeter) -> GroupSums | None:
+        """Those of the ranks with this one's index; None if there is one host."""
+        return GroupSums(comm, self.same_index, purpose, meter) if len(self.hosts) > 1 else None
 
 
 class _Links(NamedTuple):
@@ -79,35 +90,17 @@ class _Links(NamedTuple):
 def make_world_channel(world: Communicator, topology: Topology, choice: str, meter: CommMeter) -> WorldChannel:
     """What all ranks of the job do together. Collective. `choice` is the plan's `transport`."""
     if world.size == 1:
-        return single_rank_world()
-    channel = None
-    if _wants_shared_memory(world, choice):
-        channel = _make_host_world(world, topology, choice, meter)
-    return channel or group_world(world, meter)
-
-
-def _make_host_world(world: Communicator, topology: Topology, choice: str, meter: CommMeter) -> WorldChannel | None:
-    """Shared memory inside each host, gloo between hosts; None where that cannot be had. Collective."""
-    host, _ = _find_host(world, topology, choice)
-    if host is None:
-        return None
-    layout = SharedMemoryLayout(num_scalars=NUM_LOSS_SCALARS, has_call_board=True)
-    create = functools.partial(memory.create_shared, layout.total_bytes(len(host.ranks)))
-    host_memory, _ = open_host_memory(create, world, host.ranks)
-    if host_memory is None:
-        return None
-    ranks = HostRanks(host.rank_index, host.global_ranks(world), world.check_peers)
-    # A group of its own: these sums begin when it is known that they may, in no order with those of other scalars.
-    between_hosts = _scalars_between_hosts(world, host, "world scalars", meter)
-    return make_host_world(memory.map_shared(host_memory.take_handle()), layout, ranks, meter, between_hosts)
-
-
-def _scalars_between_hosts(
-    comm: Communicator, host: _Host, group_name: str, meter: CommMeter
-) -> GroupInterHostScalars | None:
-    if len(host.hosts) == 1:
-        return None
-    return GroupInterHostScalars(comm, host.same_index, group_name, meter)
+        return world_channel(None, None)
+    if wants_shared_memory(world, choice):
+        host, _ = _find_host(world, topology, choice)
+        if host is not None:
+            layout = SharedMemoryLayout(num_scalars=NUM_LOSS_SCALARS, board_bytes=BOARD_BYTES)
+            host_memory, _ = host.open_memory(world, layout, meter)
+            if host_memory is not None:
+                # A group of its own: these sums begin when it is known that they may, in no order with those of other
+                # scalars.
+                return world_channel(host_memory, host.sums_between_hosts(world, "world scalars", meter))
+    return world_channel(None, GroupSums(world, range(world.size), "scalars", meter))
 
 
 def make_data_transport(
@@ -132,7 +125,7 @@ def make_data_transport(
     """
     check_transport_device(choice, data.device.type)
     if unbucketed_grads is not None:
-        single = SingleRankReducer([], spec.buffer_indices, unbucketed_grads=unbucketed_grads)
+        single = WholeReducer([], spec.buffer_indices, meter, unbucketed_grads=unbucketed_grads)
         return single_rank_transport(single, spec.num_scalars)
     links = _Links(data, topology, choice, meter, calls)
     if not codecs:
@@ -142,10 +135,13 @@ def make_data_transport(
         _make_uncompressed(links, _message_spec(codecs, stage, buckets))[0].grads
         for stage, buckets in enumerate(message_indices(codecs))
     ]
+    # Among one rank of each host if hosts share memory, else among all ranks.
+    members = range(data.size) if host is None else sorted(host.same_index)
+    messages = data.get_group(members, "messages") if len(members) > 1 else None
     routes = CompressedRoutes(
         inner.grads,
         stage_reducers,
-        _make_gatherer(links, host),
+        MessageGatherer(meter, messages, len(members)),
         is_host_leader=host is None or host.rank_index == 0,
         needs_factor=spec.rest.state == WHOLE,
     )
@@ -161,19 +157,13 @@ def _message_spec(codecs: Sequence[Codec], stage: int, buckets: Iterable[int]) -
     return TransportSpec(tuple(sizes), tuple(dtypes), tuple(range(len(sizes))), num_scalars=0, purpose=f"round {stage}")
 
 
-def _make_gatherer(links: _Links, host: _Host | None) -> MessageGatherer:
-    """All-gathers among one rank of each host if hosts share memory, else among all ranks. Collective."""
-    members = range(links.comm.size) if host is None else sorted(host.same_index)
-    return GroupMessageGatherer(links.comm, members, links.meter) if len(members) > 1 else NullMessageGatherer()
-
-
 def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTransport, _Host | None]:
     """The transport, and the host if its ranks share memory."""
     comm, reason = links.comm, "as the plan asks"
     if comm.size == 1:
-        single = SingleRankReducer(_private_buffers(spec, comm.device), spec.buffer_indices)
+        single = WholeReducer(_private_buffers(spec, comm.device), spec.buffer_indices, links.meter)
         return single_rank_transport(single, spec.num_scalars), None
-    if _wants_shared_memory(comm, links.choice):
+    if wants_shared_memory(comm, links.choice):
         host, reason = _find_host(comm, links.topology, links.choice)
         transport = None
         if host is not None:
@@ -184,21 +174,6 @@ def _make_uncompressed(links: _Links, spec: TransportSpec) -> tuple[DataTranspor
             raise no_shared_memory(reason)
     buffers = _private_buffers(spec, comm.device)
     return make_group_transport(comm, buffers, spec, links.meter, reason=reason), None
-
-
-def _wants_shared_memory(comm: Communicator, choice: str) -> bool:
-    return comm.device.type == "cpu" and choice in ("auto", "shared")
-
-
-def no_shared_memory(reason: str) -> PlanError:
-    """The error if the plan asks for shared memory that the ranks cannot have."""
-    return PlanError(no_shared_memory_problem(reason), where="the plan")
-
-
-def check_transport_device(choice: str, device: str) -> None:
-    """Raise PlanError for a transport that this kind of device cannot have."""
-    if problems := transport_device_problems(choice, device):
-        raise PlanError(problems, where="the plan")
 
 
 def _private_buffers(spec: TransportSpec, device: torch.device) -> list[torch.Tensor]:
@@ -228,18 +203,14 @@ def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tupl
     comm, meter, size = links.comm, links.meter, len(host.ranks)
     num_host_shards = _num_host_shards(spec.num_shards or comm.size, size, len(host.hosts))
     layout = _shared_layout(spec, num_host_shards)
-    host_memory, reason = open_host_memory(lambda: memory.create_shared(layout.total_bytes(size)), comm, host.ranks)
-    if host_memory is None:
+    mapped, reason = host.open_memory(comm, layout, meter, links.calls)
+    if mapped is None:
         return None, reason
-    ranks = HostRanks(host.rank_index, host.global_ranks(comm), comm.check_peers)
-    mapped = map_host(memory.map_shared(host_memory.take_handle()), layout, ranks, links.calls, meter)
     between_hosts = scalars_between_hosts = None
     if len(host.hosts) > 1:
-        host_spec = spec._replace(num_shards=num_host_shards)
-        between_hosts = GroupInterHostReducer(comm, host.same_index, host_spec, meter)
+        between_hosts = ShardedCollectives(comm, host.same_index, spec._replace(num_shards=num_host_shards), meter)
         if spec.num_scalars:
-            name = spec.group_name("data scalars")
-            scalars_between_hosts = _scalars_between_hosts(comm, host, name, meter)
+            scalars_between_hosts = host.sums_between_hosts(comm, spec.group_name("data scalars"), meter)
     transport = make_host_transport(
         mapped,
         rest=spec.rest,

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fourfold.comm.channel import make_channel
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.row_exchange import make_row_exchange
 from fourfold.model.objective import Objective
 from fourfold.model.sync_batch_norm import (
     BACKWARD_END,
@@ -37,6 +37,7 @@ from fourfold.model.sync_batch_norm import (
     StatisticsExchange,
     sync_batch_norm,
 )
+from fourfold.plan.batch_norm import FIRST_LENGTH
 from fourfold.torch_kit.torch_private import BatchNormBase, base_batch_norm_forward
 from fourfold.words.errors import Problem, TaskError
 
@@ -266,7 +267,14 @@ class SyncedStatistics:
 
 def make_exchange(world: Communicator, meter: CommMeter, *, transport: str) -> StatisticsExchange:
     """Of all ranks that have samples. Collective. `transport`: the plan's."""
-    rows = make_row_exchange(world.along("dp", "cp"), "batch norm", meter, choice=transport)
+    rows = make_channel(
+        world.along("dp", "cp"),
+        "batch norm",
+        meter,
+        choice=transport,
+        may_cross_hosts=True,
+        first_length=FIRST_LENGTH,
+    )
     return StatisticsExchange(rows, world.device)
 
 

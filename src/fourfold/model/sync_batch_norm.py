@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.comm.row_exchange import RowExchange
+from fourfold.comm.channel import Channel
 from fourfold.plan.batch_norm import HEADER_LENGTH
 from fourfold.words.errors import DivergenceError, Problem
 
@@ -41,7 +41,7 @@ class Moments(NamedTuple):
 class StatisticsExchange:
     """What the ranks tell each other in a pass over the model: rows, each with its place in front."""
 
-    def __init__(self, rows: RowExchange, device: torch.device) -> None:
+    def __init__(self, rows: Channel, device: torch.device) -> None:
         self._rows, self._device = rows, device
         self._names: Sequence[str] = ()
         self.has_samples = True
@@ -60,7 +60,7 @@ class StatisticsExchange:
     def all_gather(self, kind: int, norm: int, count: float, values: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
         """By rank: its count, and its values in float64, concatenated. Raises DivergenceError. Waits."""
         header = torch.tensor([float(kind + NUM_KINDS * norm), count], dtype=torch.float64, device=self._device)
-        rows = self._rows.all_gather(torch.cat([header, *(value.double().reshape(-1) for value in values)]))
+        rows = self._rows.all_gather_rows(torch.cat([header, *(value.double().reshape(-1) for value in values)]))
         headers = torch.stack([row[:HEADER_LENGTH] for row in rows]).tolist()
         places = [int(place) for place, _ in headers]
         if len(set(places)) > 1:

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from fourfold.axes.pipeline.work.chain import StageMap
 from fourfold.axes.pipeline.work.gates import SplitTokens
+from fourfold.comm.channel import Channel
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.protocol import CallChecker
-from fourfold.comm.row_exchange import RowExchange
+from fourfold.comm.reduce.scalars import CallChecker
 from fourfold.comm.tensor.protocol import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
 from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.model.batch_statistics import BatchStatistics
@@ -73,7 +73,7 @@ class TensorCalls:
         """As `meet`. Returns the digests of all tensor ranks."""
         return compare_calls(self._group, self.ranks, self._text(part), digest)
 
-    def agree_with_stages(self, rows: RowExchange, stages: Communicator, digest: int) -> list[int]:
+    def agree_with_stages(self, rows: Channel, stages: Communicator, digest: int) -> list[int]:
         """The same of the ranks that differ from this one on the pipeline axis only; `rows`: their exchange."""
         return compare_calls_of_stages(rows, stages, self._text(), digest)
 

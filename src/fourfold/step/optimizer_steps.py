@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.reduce.protocol import WorldChannel
+from fourfold.comm.reduce.scalars import WorldChannel
 from fourfold.optim.option_tracker import OptionTracker
 from fourfold.proof.digests.batches import DuplicateBatches, InputDigests
 from fourfold.proof.digests.weights import DriftChecker, DriftSchedule, replicated_tensors

@@ -29,9 +29,9 @@ from fourfold.comm.communicator import Communicator, gather_topology, topology_a
 from fourfold.comm.memory_order import agree_on_memory_order
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.rank_layout import RankLayout, SplitLayout, WholeLayout
-from fourfold.comm.reduce.local_sgd import LocalSGDReducer
-from fourfold.comm.reduce.protocol import CallChecker, DataTransport, spec_of_request
-from fourfold.comm.reduce.single_rank import single_rank_transport
+from fourfold.comm.reduce.group import LocalSGDReducer, single_rank_transport
+from fourfold.comm.reduce.protocol import DataTransport, spec_of_request
+from fourfold.comm.reduce.scalars import CallChecker
 from fourfold.model.weights import Weights, trainable_parameters
 from fourfold.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
 from fourfold.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
@@ -265,8 +265,8 @@ def _make_weights(
     if plan.precision != "keep":
         mixed_precision.cast_model(trained.model, plan.precision)
     storage: WeightStorage
-    if transport.weights.unshards_params:
-        sharded = ShardedParams(trained.by_bucket, trained.buckets, layout, transport.weights)
+    if transport.unsharder is not None:
+        sharded = ShardedParams(trained.by_bucket, trained.buckets, layout, transport.unsharder)
         storage = ShardedWeights(trained.by_name, trained.buckets, sharded, layout, data_ranks)
     else:
         resident = ResidentWeights if transport.weights.shared_weights is None else HostSharedWeights

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
-from fourfold.comm.reduce.protocol import NUM_LOSS_SCALARS
+from fourfold.comm.reduce.scalars import NUM_LOSS_SCALARS
 from fourfold.model.batch import NO_SAMPLES, Microbatch, unpack_batch
 from fourfold.model.loss_sum import Loss
 from fourfold.model.model_call import eval_mode

@@ -1,6 +1,5 @@
 """Ranks as threads of one process: the simulated tests. Real shared memory; groups of threads, not of processes.
 
-ring  between such ranks: messages by queues, or real shared memory
 Law: what a rank does here is what it does as a process; threads replace only the communicator's own collectives
 (`all_gather_json`, `broadcast`, `all_reduce`) and those of groups. Ranks along some axes meet each other only, and no
 thread waits for one of another team. A collective runs when its last member begins it, so
@@ -8,6 +7,7 @@ members may begin at different times, and one that members begin in different or
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fourfold.axes.context.work.context_group import ContextGroup, connect_context
+from fourfold.comm.collectives import Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import NullRingGroup, PendingRecv, RingGroup, RingOverP2P
 from fourfold.environment.world import World
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -55,10 +54,10 @@ class _ThreadWorld:
         self.collectives: dict[tuple[Any, ...], _Collective] = {}
         self.is_broken = False
         self._rendezvous: dict[GroupKey, _Rendezvous] = {}
-        self._messages: dict[GroupKey, queue.Queue[torch.Tensor]] = {}
+        self._messages: dict[tuple[Any, ...], queue.Queue[torch.Tensor]] = {}
 
-    def messages(self, key: GroupKey) -> queue.Queue[torch.Tensor]:
-        """What one member of a group has sent to the other one."""
+    def messages(self, key: tuple[Any, ...]) -> queue.Queue[torch.Tensor]:
+        """What one member of a group has sent to another one, under one tag."""
         with self.lock:
             return self._messages.setdefault(key, queue.Queue())
 
@@ -80,7 +79,7 @@ class _ThreadWorld:
 
 
 class _Collective:
-    """One collective of a group; the last member to begin runs it for all. See `Work`."""
+    """One collective of a group; the last member to begin runs it for all."""
 
     def __init__(self, size: int, world: _ThreadWorld) -> None:
         self._inputs: list[tuple[str, torch.Tensor, torch.Tensor] | None] = [None] * size
@@ -96,17 +95,15 @@ class _Collective:
                 COLLECTIVES[kind]([out for _, out, _ in inputs], [flat for _, _, flat in inputs])
             self._done.set()
 
-    def wait(self) -> None:
+    def wait(self, out: torch.Tensor) -> torch.Tensor:
         deadline = time.monotonic() + TIME_LIMIT_SECONDS
         while not self._done.wait(0.05):
             if self._world.is_broken or time.monotonic() > deadline:
                 raise threading.BrokenBarrierError
+        return out
 
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-    def get_future(self) -> Any:
-        raise NotImplementedError("threads are not traced")
 
 
 def _all_reduce(outs: list[torch.Tensor], flats: list[torch.Tensor]) -> None:
@@ -136,7 +133,7 @@ class ThreadGroup:
         self._world, self._key, self._numbers = world, key, numbers
         self._rank, self._comm_ranks = comm.global_rank, comm.ranks
 
-    def _start(self, kind: str, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
+    def _start(self, kind: str, out: torch.Tensor, flat: torch.Tensor) -> Work:
         members = self._key[1]
         assert self._rank in members, f"rank {self._rank} is not in the group {members}"
         with self._world.lock:
@@ -147,18 +144,18 @@ class ThreadGroup:
             work.contribute(members.index(self._rank), kind, out, flat)
             if work.is_completed():
                 del self._world.collectives[name]
-        return work
+        return Work(functools.partial(work.wait, out), work.is_completed)
 
-    def all_reduce(self, flat: torch.Tensor) -> _Collective:
+    def all_reduce(self, flat: torch.Tensor) -> Work:
         return self._start("all_reduce", flat, flat)
 
-    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
+    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         raise NotImplementedError("only GPUs use it")
 
-    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> _Collective:
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         return self._start("all_to_all", out, flat)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> _Collective:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self._start("all_gather", out, shard)
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
@@ -166,34 +163,29 @@ class ThreadGroup:
         self.all_gather(gathered, flat).wait()
         flat.copy_(gathered.view(len(self._key[1]), -1)[self._key[1].index(self._comm_ranks[source])])
 
-    def send(self, flat: torch.Tensor, target: int) -> "_Sent":
+    def send(self, flat: torch.Tensor, target: int) -> Work:
         assert self._key[1] == (self._rank, self._comm_ranks[target]), "a group is of a sender and a receiver"
         self._world.messages(self._key).put(flat.clone())
-        return _Sent()
+        return Work(lambda: flat)
 
     def receive(self, flat: torch.Tensor, source: int) -> None:
         assert self._key[1] == (self._comm_ranks[source], self._rank), "a group is of a sender and a receiver"
+        flat.copy_(self._take(self._key))
+
+    def shift(self, flat: torch.Tensor, tag: int) -> Work:
+        members = self._key[1]
+        index = members.index(self._rank)
+        self._world.messages((*self._key, self._rank, tag)).put(flat.clone())
+        return Work(functools.partial(self._take, (*self._key, members[index - 1], tag)))
+
+    def _take(self, key: tuple[Any, ...]) -> torch.Tensor:
         deadline = time.monotonic() + TIME_LIMIT_SECONDS
         while True:
             try:
-                flat.copy_(self._world.messages(self._key).get(timeout=0.05))
-                return
+                return self._world.messages(key).get(timeout=0.05)
             except queue.Empty:
                 if self._world.is_broken or time.monotonic() > deadline:
                     raise threading.BrokenBarrierError from None
-
-
-class _Sent:
-    """A message that has been sent: see `Work`."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        raise NotImplementedError("threads are not traced")
 
 
 class ThreadCommunicator(Communicator):
@@ -293,61 +285,7 @@ def _garbage_collection_paused() -> Iterator[None]:
         gc.enable()
 
 
-# ---- rings between them ----------------------------------------------------------------------------------------------
-
-
-GATHER_TAG, ALL_TO_ALL_TAG = "gather", "swap"
-
-
-class ThreadChannel:
-    """See `P2PChannel`. `num_sent_elements` counts what this rank has sent."""
-
-    name = "threads"
-
-    def __init__(
-        self,
-        comm: ThreadCommunicator,
-        members: Sequence[int],
-        queues: dict[Any, queue.Queue[Tensor]],
-        meter: CommMeter,
-    ) -> None:
-        self.size, self.index, self._members, self._queues = len(members), members.index(comm.rank), members, queues
-        self.meter, self.num_sent_elements = meter, 0
-
-    def send_right_recv_left(self, flat: Tensor, tag: int) -> PendingRecv:
-        self._send(flat, (self.index + 1) % self.size, tag)
-        return lambda: self._recv((self.index - 1) % self.size, tag)
-
-    def all_gather(self, flat: Tensor) -> Tensor:
-        return self._all_to_all([flat] * self.size, GATHER_TAG)
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        return self._all_to_all(list(parts), ALL_TO_ALL_TAG)
-
-    def _all_to_all(self, parts: Sequence[Tensor], tag: str) -> Tensor:
-        for peer, part in enumerate(parts):
-            if peer != self.index:
-                self._send(part, peer, tag)
-        local = parts[self.index].clone()
-        return torch.stack([local if peer == self.index else self._recv(peer, tag) for peer in range(self.size)])
-
-    def _send(self, flat: Tensor, peer: int, tag: int | str) -> None:
-        self.num_sent_elements += flat.numel()
-        self.meter.sent_bytes += flat.nbytes
-        self._queue(self.index, peer, tag).put(flat.clone())
-
-    def _recv(self, peer: int, tag: int | str) -> Tensor:
-        return self._queue(peer, self.index, tag).get(timeout=TIME_LIMIT_SECONDS)
-
-    def _queue(self, source: int, target: int, tag: int | str) -> queue.Queue[Tensor]:
-        return self._queues.setdefault((self._members[source], self._members[target], tag), queue.Queue())
-
-
-def make_p2p_ring(comm: ThreadCommunicator, groups: Sequence[Sequence[int]], meter: CommMeter) -> RingGroup:
-    """The ring of a thread's group, by messages. Collective."""
-    queues = comm.all_gather_object({})[0]
-    group = next(each for each in groups if comm.rank in each)
-    return RingOverP2P(ThreadChannel(comm, group, queues, meter)) if len(group) > 1 else NullRingGroup(meter)
+# ---- the context axis ------------------------------------------------------------------------------------------------
 
 
 def make_axis(
@@ -357,9 +295,5 @@ def make_axis(
 
     `transport`: "messages" or "shared" (memory).
     """
-    ranks, meter = range(comm.size), CommMeter()
-    if transport == "shared":
-        return connect_context(comm, meter, ring=ring, ulysses=ulysses, transport="shared")
-    ring_groups = [ranks[first::ulysses] for first in range(ulysses)]
-    head_groups = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
-    return ContextGroup(make_p2p_ring(comm, ring_groups, meter), make_p2p_ring(comm, head_groups, meter), ring)
+    choice = "shared" if transport == "shared" else "gloo"
+    return connect_context(comm, CommMeter(), ring=ring, ulysses=ulysses, transport=choice)

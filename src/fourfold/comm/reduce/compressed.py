@@ -18,60 +18,38 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.comm.codec.protocol import Codec, CodecReduction, Message
-from fourfold.comm.collectives import ring_bytes
-from fourfold.comm.communicator import Communicator
+from fourfold.comm.collectives import Group, Work, ring_bytes
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import BucketSlice, GradReducer
-from fourfold.comm.reduce.sharded_collectives import AsyncResult, always_done
 from fourfold.plan.codec import Combine
 from fourfold.words.layout import Change
 
 # ---- gatherers -----------------------------------------------------------------------------------------------------
 
 
-class MessageGatherer(Protocol):
-    """All-gathers the messages of some ranks: one of each host if hosts share memory, else all."""
+class MessageGatherer:
+    """All-gathers the messages of a group: of one rank of each host if hosts share memory, else of all.
 
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        """Begin to gather the members' messages [elements]; the result is one message per member, in rank order."""
-        ...
-
-
-class NullMessageGatherer:
-    """Where all ranks share memory, or there is one: the result is this rank's own message alone.
-
-    Ranks then sum what they have decoded in shared memory.
+    Without a group the result is this rank's own message: ranks then sum what they have decoded in shared memory.
     """
 
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        return AsyncResult(lambda: [payload], always_done)
+    def __init__(self, meter: CommMeter, group: Group | None = None, size: int = 1) -> None:
+        self._meter, self._group, self._size = meter, group, size
 
-
-class GroupMessageGatherer:
-    """The ranks of a process group; see `MessageGatherer`."""
-
-    def __init__(self, comm: Communicator, members: Sequence[int], meter: CommMeter) -> None:
-        self._communicator, self._group = comm, comm.get_group(members, "messages")
-        self.size, self._meter = len(members), meter
-
-    def all_gather_async(self, payload: Tensor) -> AsyncResult:
-        gathered = torch.empty(self.size * payload.numel(), dtype=payload.dtype, device=payload.device)
-        self._meter.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self.size)
-        with self._communicator.report_dead_peers():
-            work = self._group.all_gather(gathered, payload)
-
-        def wait() -> Sequence[Tensor]:
-            with self._communicator.report_dead_peers():
-                work.wait()
-            return gathered.view(self.size, -1).unbind()
-
-        return AsyncResult(wait, work.is_completed)
+    def all_gather_async(self, payload: Tensor) -> Work:
+        """Begin to gather the members' messages [elements]; the result is one message per member, in rank order."""
+        if self._group is None:
+            return Work(lambda: [payload])
+        gathered = payload.new_empty(self._size * payload.numel())
+        self._meter.sent_bytes += ring_bytes(Change.ALL_GATHER, gathered, self._size)
+        work = self._group.all_gather(gathered, payload)
+        return work._replace(wait=lambda: work.wait().view(self._size, -1).unbind())
 
 
 # ---- compressed reductions -----------------------------------------------------------------------------------------
@@ -99,7 +77,7 @@ class _PendingReduction:
     bucket: int
     reduction_index: int | None
     run: CodecReduction
-    message_result: AsyncResult
+    message_result: Work
     stage: int = 0
     is_done: bool = False
 
@@ -162,16 +140,14 @@ class CompressedReducer:
         for each in self._routes.stage_reducers:
             each.end_step()
 
-    def _send_message(self, bucket: int, stage: int, message: Message) -> AsyncResult:
+    def _send_message(self, bucket: int, stage: int, message: Message) -> Work:
         if message.combine is Combine.GATHER:
             return self._routes.gatherer.all_gather_async(message.payload)
         reducer, index = self._routes.stage_reducers[stage], self._message_index[stage][bucket]
         reducer.acquire_buffer(index, 1.0)
         reducer.grad_buffers[index].copy_(message.payload)
         reducer.reduce_async(index, None, 1.0)
-        return AsyncResult(
-            functools.partial(_wait_total, reducer, index), functools.partial(reducer.is_reduced, index, 1.0)
-        )
+        return Work(functools.partial(_wait_total, reducer, index), functools.partial(reducer.is_reduced, index, 1.0))
 
     def _advance_ready(self, factor: float | None) -> None:
         """Continue the codec runs whose messages have come, without waiting.
@@ -181,7 +157,7 @@ class CompressedReducer:
         """
         limit = math.inf
         for reduction in list(self._pending):
-            while not reduction.is_done and reduction.stage < limit and reduction.message_result.is_done():
+            while not reduction.is_done and reduction.stage < limit and reduction.message_result.is_completed():
                 self._advance(reduction)
             if not reduction.is_done:
                 limit = reduction.stage

@@ -1,16 +1,14 @@
-"""Transport: four things that the ranks of a step do for each other, each a protocol.
+"""Transport: what the data ranks of a step do for each other: protocols, and `scalars`.
 
-GradReducer     sums buckets of gradients over the data ranks
-WeightGatherer  brings weights together: before use where they rest split, after the update else
-ScalarReducer   sums a few float64 values: over the world (the loss, counts, the norm), or over the data ranks
-CallChecker     compares which collective call every rank of the world is in; see `collective_fingerprint`
+GradReducer      sums buckets of gradients over the data ranks
+WeightGatherer   brings weights together that ranks have updated
+WeightUnsharder  brings weights together before use, where they rest split
 
 buffer   this rank's flat gradient of a bucket; where gradients rest split, several buckets use one after the other
 launch   `reduce_async`: this rank's buffer is complete; launches come in program order, the same on every rank
 sum      a bucket's buffers added over the ranks; `reduced_views` says where it lies
 factor   what every sum is multiplied by where states rest whole: it is known once the totals of the step are
 shard    the part of every bucket that a rank updates where optimizer states rest split; shards are of equal length
-call     a collective call and its step, such as "evaluate() after step 6"
 Law: every rank begins the same reductions, gathers and scalars in the same order. A sum that needs the factor stays
 queued until a call gives it; it is multiplied where it is made, once.
 """
@@ -23,19 +21,7 @@ from torch import Tensor
 
 from fourfold.axes.data.rules.transport_request import TransportRequest
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, RestingLayouts
-from fourfold.words.errors import Problem, TrainingError
-
-# ---- scalar room ---------------------------------------------------------------------------------------------------
-
-NUM_LOSS_SCALARS = 9
-"""The room for each kind of scalars of the world."""
-
-
-def check_room(values: Tensor, capacity: int) -> None:
-    """Raise TrainingError for more values than there is room for: they would overwrite what lies behind it."""
-    if values.numel() > capacity:
-        raise TrainingError(Problem(f"{values.numel()} scalars in one sum", f"at most {capacity}"))
-
+from fourfold.comm.reduce.scalars import ScalarReducer
 
 # ---- what is asked of a transport ----------------------------------------------------------------------------------
 
@@ -175,7 +161,7 @@ class WeightGatherer(Protocol):
     is_writer: bool
     """Whether this rank writes initial and loaded values into `shared_weights` for its host."""
     unshards_params: bool
-    """Whether weights rest split among ranks that do not share memory, so that `unshard_async` gathers them."""
+    """Whether weights rest split among ranks that do not share memory, so that there is a `WeightUnsharder`."""
 
     def signal_backward_done(self) -> None:
         """This rank has ended backward, and reads the weights of this step no more. Does not wait."""
@@ -197,6 +183,18 @@ class WeightGatherer(Protocol):
         """Wait until every rank's shard of a gathered bucket is new. `end_step` waits for all buckets."""
         ...
 
+    def broadcast(self) -> None:
+        """Bring rank 0's `shared_weights` to every host, if there are any. Collective."""
+        ...
+
+    def end_step(self) -> None:
+        """The weights are whole when this returns."""
+        ...
+
+
+class WeightUnsharder(Protocol):
+    """Brings together the weights of buckets that rest split, before they are used."""
+
     def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
         """Begin to gather a bucket's weights, of which this rank has `shard`, into `out`. Returns the wait.
 
@@ -209,57 +207,6 @@ class WeightGatherer(Protocol):
         """Every rank's row, in rank order. Waits."""
         ...
 
-    def broadcast(self) -> None:
-        """Bring rank 0's `shared_weights` to every host. Collective."""
-        ...
-
-    def end_step(self) -> None:
-        """The weights are whole when this returns."""
-        ...
-
-
-class ScalarReducer(Protocol):
-    """Sums float64 scalars over some ranks, of several kinds: LOSS, GRAD_NORM, …"""
-
-    def all_reduce_async(self, kind: int, values: Tensor) -> None:
-        """Begin to sum the values [n]. Does not wait. Raises TrainingError for more values than there is room for."""
-        ...
-
-    def is_ready(self, kind: int) -> bool:
-        """Whether `wait` would return at once; False if no sum of this kind has begun. Never waits."""
-        ...
-
-    def wait(self, kind: int) -> list[float]:
-        """The sums. LOSS, over the world: raises DivergenceError if calls differ."""
-        ...
-
-
-class CallChecker(Protocol):
-    """Compares the collective calls of all ranks of the world."""
-
-    def begin(self, call: str) -> None:
-        """This rank begins a collective call. Does not wait: waiting for the LOSS scalars compares the calls."""
-        ...
-
-    def check_same(self) -> None:
-        """Wait until all ranks have begun a call. Raises DivergenceError unless it is the same one."""
-        ...
-
-    def check_begun(self, waited_seconds: float | None) -> None:
-        """Raise DivergenceError if a rank of this host is known to be in another call. Never waits.
-
-        What waits for other ranks calls it now and then, with the seconds waited so far: late ranks may still begin the
-        call. None: whatever they may still begin.
-        """
-        ...
-
-
-class WorldChannel(NamedTuple):
-    """What all ranks of the job do together."""
-
-    scalars: ScalarReducer
-    calls: CallChecker
-
 
 class DataTransport(NamedTuple):
     """What the data ranks do together. `description`: what joins them, and why, in words."""
@@ -268,6 +215,8 @@ class DataTransport(NamedTuple):
     weights: WeightGatherer
     scalars: ScalarReducer
     description: str
+    unsharder: WeightUnsharder | None = None
+    """Where weights rest split among ranks that do not share memory."""
 
     def end_step(self) -> None:
         """This rank needs the sums of this step no more. The weights are whole when this returns."""

@@ -10,58 +10,38 @@ to 2.3 times as long (`docs/measured-notes.md`).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.zero import ShardGroups
-from fourfold.comm.collectives import Group, Work, sum_in_order
+from fourfold.comm.collectives import Group, Work, all_gather_rows, ring_bytes, sum_in_order
 from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import TransportSpec
 from fourfold.torch_kit import memory
-from fourfold.words.layout import Change
-from fourfold.words.noop import noop
-
-# ---- async result --------------------------------------------------------------------------------------------------
-
-GetFuture = Callable[[], Any]
-
-
-class AsyncResult(NamedTuple):
-    """A collective that has begun: `wait` returns its result, `is_done` says whether `wait` would return at once."""
-
-    wait: Callable[[], Any]
-    is_done: Callable[[], bool]
-
-
-def always_done() -> bool:
-    """`is_done` of a collective that sends nothing."""
-    return True
-
-
-# ---- sharded collectives -------------------------------------------------------------------------------------------
+from fourfold.words.layout import SPLIT, Change
 
 
 class _TwoStageReduce:
     """A sum over one replica's ranks, then over the replicas. Second stages begin in the order of the first ones.
 
-    Each wait and each `is_done` also starts the second stages of earlier reductions: other ranks may wait for them.
+    Each wait and each `is_completed` also starts the second stages of earlier reductions: other ranks may wait for
+    them.
     """
 
-    def __init__(self, first: AsyncResult, replica_group: Group, queue: "deque[_TwoStageReduce]") -> None:
+    def __init__(self, first: Work, replica_group: Group, queue: "deque[_TwoStageReduce]") -> None:
         self._first, self._replica_group, self._queue = first, replica_group, queue
-        self._sum: Tensor | None = None
         self._second: Work | None = None
 
     def _start_next_stage(self) -> None:
         head = self._queue.popleft()
-        shard = head._first.wait()
-        head._sum, head._second = shard, head._replica_group.all_reduce(shard)
+        head._second = head._replica_group.all_reduce(head._first.wait())
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         while self._second is None:
-            if not self._queue[0]._first.is_done():
+            if not self._queue[0]._first.is_completed():
                 return False
             self._start_next_stage()
         return self._second.is_completed()
@@ -69,33 +49,36 @@ class _TwoStageReduce:
     def wait(self) -> Tensor:
         while self._second is None:
             self._start_next_stage()
-        self._second.wait()
-        assert self._sum is not None
-        return self._sum
+        return self._second.wait()
 
 
 class ShardedCollectives:
-    """The ranks among which flat tensors are split. Every rank must begin the same collectives in the same order.
+    """Some ranks, among which flat tensors are split: all of a communicator, or one of each host.
 
-    Reductions and gathers have a process group each, so each has an order of its own: an update inside backward may
-    gather before or after the next reduction begins.
+    Every rank must begin the same collectives in the same order. Reductions and gathers have a process group each, so
+    each has an order of its own: an update inside backward may gather before or after the next reduction begins.
+
+    num_members    how many ranks there are
+    size, index    of those that hold all shards among them, and this rank's among these
+    replica_index  which of those that hold all shards this rank is one of
     """
 
-    def __init__(self, comm: Communicator, members: Sequence[int], *, num_shards: int | None = None) -> None:
-        """`num_shards` neighbouring members hold all shards among them; None: all members."""
-        self._communicator = comm
-        self.size = num_shards or len(members)
-        self.shard_groups = ShardGroups(self.size, len(members) // self.size)
+    def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec, meter: CommMeter) -> None:
+        """`spec.num_shards` neighbouring members hold all shards among them; None: all members."""
+        self._communicator, self._meter, self._leader = comm, meter, members[0]
+        self.num_members = len(members)
+        self.size = spec.num_shards or len(members)
+        self._shard_groups = ShardGroups(self.size, len(members) // self.size)
         index = list(members).index(comm.rank)
         self.index, self.replica_index = index % self.size, index // self.size
+        self._group = comm.get_group(members, spec.group_name("buckets"))
         if self.size > 1:
             replica = members[index - self.index : index - self.index + self.size]
-            self._reduce_group, self._gather_group = (
-                comm.get_group(replica, "buckets"),
-                comm.get_group(replica, "weights"),
-            )
-        if self.shard_groups.num_replicas > 1:
+            self._reduce_group, self._gather_group = (comm.get_group(replica, name) for name in ("buckets", "weights"))
+        if self._shard_groups.num_replicas > 1:
             self._replica_group = comm.get_group(members[self.index :: self.size], "replicas")
+        if spec.rest.weight == SPLIT:
+            self._miss_report_group = comm.get_group(range(comm.size), "miss reports")
         self._two_stage_queue: deque[_TwoStageReduce] = deque()
         self._free_buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
@@ -104,90 +87,72 @@ class ShardedCollectives:
         length = flat.numel() // self.size
         return flat[self.index * length : (self.index + 1) * length]
 
-    def reduce_scatter_async(self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop) -> AsyncResult:
-        """Begin to sum `flat` over the ranks; the result is this rank's shard of the sum.
+    # ---- over all members ----------------------------------------------------------------------------
 
-        The sum lies in this rank's shard of `flat`; the rest of `flat` then holds garbage. `on_start` receives a
-        function that returns the collective's future.
+    def all_reduce_async(self, flat: Tensor) -> Work:
+        """Begin to sum `flat` over all members, in place; the result is `flat`."""
+        self._meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, self.num_members)
+        return self._group.all_reduce(flat)
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Bring the first member's values to all. Waits."""
+        self._group.broadcast(flat, self._leader)
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all ranks of the communicator, in rank order. Waits."""
+        flat = torch.tensor(row, device=self._communicator.device)
+        rows = all_gather_rows(self._miss_report_group, flat, size=self._communicator.size)
+        return [each.tolist() for each in rows]
+
+    # ---- shards --------------------------------------------------------------------------------------
+
+    def reduce_scatter_async(self, flat: Tensor) -> Work:
+        """Begin to sum `flat` over the members; the result is this rank's shard of the sum.
+
+        The sum lies in this rank's shard of `flat`; the rest of `flat` then holds garbage.
         """
-        result = self._reduce_scatter(flat, on_start) if self.size > 1 else AsyncResult(lambda: flat, always_done)
-        if self.shard_groups.num_replicas == 1:
+        self._meter.sent_bytes += self._shard_groups.reduce_sent_bytes(Change.REDUCE_SCATTER, flat.nbytes)
+        result = self._reduce_scatter(flat) if self.size > 1 else Work(lambda: flat)
+        if self._shard_groups.num_replicas == 1:
             return result
         two_stage = _TwoStageReduce(result, self._replica_group, self._two_stage_queue)
         self._two_stage_queue.append(two_stage)
-        two_stage.is_done()  # starts the second stage if the first needs no wait
+        two_stage.is_completed()  # starts the second stage if the first needs no wait
+        return Work(two_stage.wait, two_stage.is_completed, result.get_future)
 
-        def wait() -> Tensor:
-            with self._communicator.report_dead_peers():
-                return two_stage.wait()
-
-        return AsyncResult(wait, two_stage.is_done)
-
-    def _reduce_scatter(self, flat: Tensor, on_start: Callable[[GetFuture], None]) -> AsyncResult:
+    def _reduce_scatter(self, flat: Tensor) -> Work:
         shard = self.local_shard(flat)
         if flat.device.type == "cuda":
-            work = self._reduce_group.reduce_scatter(shard, flat)
-            on_start(work.get_future)
-
-            def wait() -> Tensor:
-                with self._communicator.report_dead_peers():
-                    work.wait()
-                return shard
-
-            return AsyncResult(wait, work.is_completed)
+            return self._reduce_group.reduce_scatter(shard, flat)
         received = self._acquire_buffer(flat.numel(), flat.dtype)
         work = self._reduce_group.all_to_all(received, flat)
-        on_start(work.get_future)
 
         def wait_and_sum() -> Tensor:
-            with self._communicator.report_dead_peers():
-                work.wait()
+            work.wait()
             sum_in_order(received.view(self.size, -1).unbind(), out=shard)
             self._release_buffer(received)
             return shard
 
-        return AsyncResult(wait_and_sum, work.is_completed)
+        return work._replace(wait=wait_and_sum)
 
-    def all_gather_inplace_async(self, flat: Tensor, on_start: Callable[[GetFuture], None] = noop) -> AsyncResult:
-        """Begin to gather every rank's shard of `flat`, in place. `on_start`: as above."""
+    def all_gather_inplace_async(self, flat: Tensor) -> Work:
+        """Begin to gather every rank's shard of `flat`, in place."""
         if flat.device.type == "cuda":
-            return self._start_gather(self.local_shard(flat), flat, on_start)
+            return self.all_gather_async(self.local_shard(flat), flat)
         # A copy: gloo does not promise that the input may be a part of the output.
-        shard = self._copy_to_buffer(self.local_shard(flat))
-        gathered = self._start_gather(shard, flat, on_start)
+        shard = self._acquire_buffer(flat.numel() // self.size, flat.dtype).copy_(self.local_shard(flat))
+        work = self.all_gather_async(shard, flat)
 
         def wait_and_release() -> None:
-            gathered.wait()
+            work.wait()
             self._release_buffer(shard)
 
-        return AsyncResult(wait_and_release, gathered.is_done)
+        return work._replace(wait=wait_and_release)
 
-    def all_gather_async(
-        self, shard: Tensor, out: Tensor, on_start: Callable[[GetFuture], None] = noop
-    ) -> Callable[[], None]:
-        """Begin to gather every rank's shard into `out`. Returns the wait. `on_start`: as above."""
-        return self._start_gather(shard, out, on_start).wait
-
-    def _start_gather(self, shard: Tensor, out: Tensor, on_start: Callable[[GetFuture], None]) -> AsyncResult:
-        work = self._gather_group.all_gather(out, shard)
-        on_start(work.get_future)
-
-        def wait() -> None:
-            with self._communicator.report_dead_peers():
-                work.wait()
-
-        return AsyncResult(wait, work.is_completed)
-
-    def reduced_bytes(self, flat: Tensor) -> float:
-        """Bytes this rank sends to reduce a flat tensor, by the ring formula."""
-        return self.shard_groups.reduce_sent_bytes(Change.REDUCE_SCATTER, flat.numel() * flat.element_size())
-
-    def gathered_bytes(self, flat: Tensor) -> float:
-        """Bytes this rank sends to gather the shards of a flat tensor, by the ring formula."""
-        return self.shard_groups.all_gather_sent_bytes(Change.ALL_GATHER, flat.numel() * flat.element_size())
-
-    def _copy_to_buffer(self, shard: Tensor) -> Tensor:
-        return self._acquire_buffer(shard.numel(), shard.dtype).copy_(shard)
+    def all_gather_async(self, shard: Tensor, out: Tensor) -> Work:
+        """Begin to gather every rank's shard into `out`."""
+        self._meter.sent_bytes += self._shard_groups.all_gather_sent_bytes(Change.ALL_GATHER, out.nbytes)
+        return self._gather_group.all_gather(out, shard)
 
     def _acquire_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         free = self._free_buffers.setdefault((num_elements, dtype), [])

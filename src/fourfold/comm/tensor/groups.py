@@ -29,7 +29,7 @@ from torch import Tensor
 from fourfold.comm.collectives import Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.shared_regions import SharedRegions, open_regions
+from fourfold.comm.shared_regions import SharedRegions, choose_regions
 from fourfold.comm.tensor.protocol import (
     HALF,
     Combine,
@@ -39,7 +39,6 @@ from fourfold.comm.tensor.protocol import (
     compare_calls,
     max_parts,
 )
-from fourfold.comm.transports import check_transport_device, no_shared_memory
 from fourfold.words.errors import DivergenceError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes
 
@@ -235,7 +234,7 @@ class TensorGroupOverProcessGroup:
     """See `TensorGroup`. Made collectively by the ranks of `comm`, which are its ranks."""
 
     def __init__(self, comm: Communicator, purpose: str, meter: CommMeter) -> None:
-        self.name = "NCCL" if comm.device.type == "cuda" else "gloo"
+        self.name = comm.backend
         self.size, self.index, self.meter, self._comm = comm.size, comm.rank, meter, comm
         self._group = comm.get_group(range(comm.size), purpose)
         self._is_busy = False
@@ -320,11 +319,10 @@ class TensorGroupOverProcessGroup:
         self._is_busy = True
         self.meter.sent_bytes += collective_sent_bytes(collective, whole_bytes=whole_bytes, size=self.size)
         end_span = self.meter.recorder.sending(collective)
-        with self._comm.report_dead_peers():
-            work = begin()
+        work = begin()
 
         def wait() -> None:
-            with self.meter.timed(), self._comm.report_dead_peers():
+            with self.meter.timed():
                 work.wait()
             self._is_busy = False
             end_span()
@@ -340,13 +338,9 @@ def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, cho
 
     `choice` is the plan's transport. Raises PlanError if the plan asks for a transport that cannot be had.
     """
-    check_transport_device(choice, comm.device.type)
+    regions = choose_regions(comm, [range(comm.size)], meter, choice=choice)
+    if regions is not None:
+        return TensorGroupOverSharedMemory(regions)
     if comm.size == 1:
         return SingleRankTensorGroup(meter, comm.device)
-    if comm.device.type == "cpu" and choice in ("auto", "shared"):
-        regions, reason = open_regions(comm, [range(comm.size)], meter)
-        if regions is not None:
-            return TensorGroupOverSharedMemory(regions)
-        if choice == "shared":
-            raise no_shared_memory(reason)
     return TensorGroupOverProcessGroup(comm, purpose, meter)

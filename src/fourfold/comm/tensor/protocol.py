@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fourfold.comm.channel import Channel
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.divergence_report import divergence_error
-from fourfold.comm.row_exchange import RowExchange
 
 # ---- what a tensor group does --------------------------------------------------------------------------------------
 
@@ -231,9 +231,9 @@ def compare_calls(group: TensorGroup, ranks: Communicator, call: str, digest: in
     return _compare_rows(group.all_gather(_row(ranks, call, digest)[None], 0), ranks, call)
 
 
-def compare_calls_of_stages(rows: RowExchange, ranks: Communicator, call: str, digest: int) -> list[int]:
+def compare_calls_of_stages(rows: Channel, ranks: Communicator, call: str, digest: int) -> list[int]:
     """The same of the ranks that have the stages of one model. `rows`: their exchange."""
-    return _compare_rows(torch.stack(list(rows.all_gather(_row(ranks, call, digest)))), ranks, call)
+    return _compare_rows(torch.stack(list(rows.all_gather_rows(_row(ranks, call, digest)))), ranks, call)
 
 
 def _row(ranks: Communicator, call: str, digest: int) -> Tensor:

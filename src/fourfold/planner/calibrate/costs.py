@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.comm.channel import make_channel
 from fourfold.comm.codec.protocol import Message
 from fourfold.comm.codec.registry import make_codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, make_edges
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import make_ring
 from fourfold.comm.tensor.groups import make_tensor_group
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.plan import Plan
@@ -246,7 +246,7 @@ def _measure_exchanges(turns: Turns, size: int) -> ExchangeTimes:
     ranks = turns.ranks
     group_ranks = ranks.on_mesh(Mesh(dp=ranks.size // size, tp=size)).along("tp")
     tensor = make_tensor_group(group_ranks, "calibration", CommMeter())
-    ring = make_ring(group_ranks, [range(size)], "calibration", CommMeter())
+    ring = make_channel(group_ranks, "calibration", CommMeter())
     reduced: Points = []
     hops: Points = []
     for num_bytes in _sizes(ranks):

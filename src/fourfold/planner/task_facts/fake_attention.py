@@ -18,7 +18,7 @@ from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.planner.predict.facts import Collective, OperationKind
-from fourfold.planner.task_facts.fake_ranks import FakeChannel, TruncatedRing
+from fourfold.planner.task_facts.fake_ranks import MAX_HOPS, FakeChannel
 from fourfold.planner.task_facts.operations import Kernel, KernelRecorder
 from fourfold.torch_kit.recompute import kept
 from fourfold.words.layout import Change, collective_sent_bytes
@@ -29,7 +29,8 @@ class FakeAttention:
 
     def __init__(self, spec: ContextSpec, recorder: KernelRecorder | None = None) -> None:
         self._spec, self._recorder = spec, recorder
-        ring, heads = (TruncatedRing(FakeChannel(size, size - 1)) for size in (spec.size // spec.ulysses, spec.ulysses))
+        sizes = spec.size // spec.ulysses, spec.ulysses
+        ring, heads = (FakeChannel(size, size - 1, max_hops=MAX_HOPS) for size in sizes)
         self._group = ContextGroup(ring, heads, spec.ring)
         """Seen from the last rank, which has the most work of a causal ring in plain order."""
 

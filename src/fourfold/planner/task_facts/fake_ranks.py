@@ -5,13 +5,15 @@ Law: a fake rank computes on tensors of the shapes that a rank of the same mesh 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from fourfold.comm.channel import MessageChannel
+from fourfold.comm.collectives import Group, Work
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import RingOverP2P
+from fourfold.comm.shared_regions import GroupPlace
 from fourfold.torch_kit.torch_private import is_in_backward
 from fourfold.words.layout import Change
 
@@ -76,31 +78,27 @@ class FakeTensorRanks:
         pass
 
 
-class FakeChannel:
-    """See `P2PChannel`. One of `size` ranks, of which only this one exists: messages take memory."""
+class FakeGroup:
+    """Of `Group`, what a channel needs: one rank of which only this one exists. Messages take memory."""
 
-    name = "fake ranks"
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        return Work(lambda: out)
 
-    def __init__(self, size: int, index: int = 0) -> None:
-        self.size, self.index = size, index
-        self.meter = CommMeter()
+    def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
+        return Work(lambda: out)
 
-    def send_right_recv_left(self, flat: Tensor, tag: int) -> Callable[[], Tensor]:
+    def shift(self, flat: Tensor, tag: int) -> Work:
         taken = torch.empty_like(flat)
-        self.meter.sent_bytes += flat.numel() * flat.element_size()
-        return lambda: taken
-
-    def all_gather(self, flat: Tensor) -> Tensor:
-        self.meter.sent_bytes += (self.size - 1) * flat.numel() * flat.element_size()
-        return flat.new_empty(self.size, flat.numel())
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        self.meter.sent_bytes += (self.size - 1) * parts[0].numel() * parts.element_size()
-        return torch.empty_like(parts)
+        return Work(lambda: taken)
 
 
-class TruncatedRing(RingOverP2P):
-    """A ring whose iteration ends after `MAX_HOPS` hops: further ones hold no more."""
+class FakeChannel(MessageChannel):
+    """One of `size` ranks, of which only this one exists. `max_hops`: further blocks of an iteration hold no more."""
+
+    def __init__(self, size: int, index: int = 0, *, max_hops: int | None = None) -> None:
+        place = GroupPlace(index, tuple(range(size)))
+        super().__init__(CommMeter(), cast(Group, FakeGroup()), place, name="fake ranks")
+        self._max_hops = size if max_hops is None else max_hops
 
     def iterate_blocks(self, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return itertools.islice(super().iterate_blocks(parts), MAX_HOPS + 1)
+        return itertools.islice(super().iterate_blocks(parts), self._max_hops + 1)

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fourfold.comm.ring import RingGroup
+from fourfold.comm.channel import Channel
 from fourfold.feed.source_fingerprint import Fingerprint, is_same_sample
 from fourfold.proof.digests.table import DIGEST_BITS, TABLE, digest
 from fourfold.torch_kit.torch_private import are_transforms_active
@@ -103,7 +103,7 @@ def _is_readable(tensor: Tensor) -> bool:
 # ---- the same on ranks that share samples -------------------------------------------------------------
 
 
-def is_equal_across_ranks(number: int, ring_groups: Sequence[RingGroup], device: torch.device) -> bool:
+def is_equal_across_ranks(number: int, ring_groups: Sequence[Channel], device: torch.device) -> bool:
     """Whether all ranks of a cp group have this number. Collective; `ring_groups` together reach them all."""
     differs = 0
     for group in ring_groups:

@@ -20,24 +20,24 @@ from fourfold.axes.context.work.document_mask import DocumentMask, document_atte
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.context.work.masks import Mask
 from fourfold.axes.context.work.ring_call import RingCall
-from fourfold.comm.ring import RingGroup
+from fourfold.comm.channel import Channel
 from fourfold.torch_kit.recompute import kept
 from fourfold.words.errors import Problem, TrainingError
 
 # ---- ulysses --------------------------------------------------------------------------------------------------------
 
 
-def tokens_to_heads(group: RingGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+def tokens_to_heads(group: Channel, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Each [B, H, l, K] (some tokens, all heads) -> [B, H/u, u · l, K] (all tokens, some heads)."""
     return _AllToAll.apply(group, True, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def heads_to_tokens(group: RingGroup, tensor: Tensor) -> Tensor:
+def heads_to_tokens(group: Channel, tensor: Tensor) -> Tensor:
     """[B, H/u, u · l, K] -> [B, H, l, K]"""
     return _AllToAll.apply(group, False, tensor)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
+def mask_to_heads(group: Channel, mask: Mask) -> Mask:
     """The mask for what this rank holds after `tokens_to_heads`."""
     if mask.key_mask is not None:
         return Mask(key_mask=_local_heads(group, torch.cat(_all_gather(group, mask.key_mask), dim=-1)))
@@ -50,17 +50,17 @@ def mask_to_heads(group: RingGroup, mask: Mask) -> Mask:
     return Mask(query_mask=_local_heads(group, torch.cat(_all_gather(group, mask.query_mask), dim=-2)))
 
 
-def _all_gather(group: RingGroup, tensor: Tensor) -> list[Tensor]:
+def _all_gather(group: Channel, tensor: Tensor) -> list[Tensor]:
     return [block.view(tensor.shape) for block in group.all_gather((tensor,))]
 
 
-def _local_heads(group: RingGroup, mask: Tensor) -> Tensor:
+def _local_heads(group: Channel, mask: Tensor) -> Tensor:
     return mask if mask.shape[1] == 1 else mask.chunk(group.size, dim=1)[group.index]
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: RingGroup, to_heads: bool, *tensors: Tensor):
+    def forward(ctx: Any, group: Channel, to_heads: bool, *tensors: Tensor):
         ctx.group, ctx.to_heads = group, to_heads
         return kept(lambda: _all_to_all(group, to_heads, tensors))
 
@@ -70,7 +70,7 @@ class _AllToAll(torch.autograd.Function):
         return None, None, *_all_to_all(ctx.group, not ctx.to_heads, grads)
 
 
-def _all_to_all(group: RingGroup, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _all_to_all(group: Channel, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Exchange all tensors in one message per rank. Heads are dim 1, tokens dim 2."""
     split_dim, cat_dim = (1, 2) if to_heads else (2, 1)
     chunks = [tensor.chunk(group.size, dim=split_dim) for tensor in tensors]

@@ -8,9 +8,9 @@ Law: the index on the axis is ring index · ulysses + ulysses index.
 from dataclasses import dataclass
 
 from fourfold.axes.context.rules.layout import ContextSpec, TokenRanges, ulysses_problem
+from fourfold.comm.channel import Channel, make_channel
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.ring import RingGroup, make_ring
 from fourfold.words.errors import PlanError
 
 
@@ -18,9 +18,9 @@ from fourfold.words.errors import PlanError
 class ContextGroup:
     """The ranks that hold one sequence, seen from one of them. `ring` is one of `RINGS` of `rules/layout.py`."""
 
-    ring_group: RingGroup
+    ring_group: Channel
     """The ranks among which keys and values go round."""
-    ulysses_group: RingGroup
+    ulysses_group: Channel
     """The neighbours that exchange tokens for heads."""
     ring: str = "zigzag"
 
@@ -37,7 +37,7 @@ class ContextGroup:
         return self.ulysses_group.size
 
     @property
-    def groups(self) -> tuple[RingGroup, RingGroup]:
+    def groups(self) -> tuple[Channel, Channel]:
         return self.ring_group, self.ulysses_group
 
     @property
@@ -60,6 +60,8 @@ def connect_context(
     if problem := ulysses_problem(comm.size, ulysses):
         raise PlanError(problem, where="the plan")
     ranks = range(comm.size)
-    ring_group = make_ring(comm, [ranks[first::ulysses] for first in range(ulysses)], "ring", meter, choice=transport)
+    strided = [ranks[first::ulysses] for first in range(ulysses)]
+    ring_group = make_channel(comm, "ring", meter, groups=strided, choice=transport)
     neighbours = [ranks[start : start + ulysses] for start in range(0, comm.size, ulysses)]
-    return ContextGroup(ring_group, make_ring(comm, neighbours, "heads", meter, choice=transport), ring)
+    ulysses_group = make_channel(comm, "heads", meter, groups=neighbours, choice=transport)
+    return ContextGroup(ring_group, ulysses_group, ring)

@@ -15,7 +15,7 @@ from fourfold.axes.context.rules.document_tiles import DocumentSpan, document_ti
 from fourfold.axes.context.rules.layout import Tile, TokenRanges, tiles
 from fourfold.axes.context.work.document_mask import document_spans
 from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask, sample_indices
-from fourfold.comm.ring import RingGroup
+from fourfold.comm.channel import Channel
 
 ALL_SAMPLES = slice(None)
 
@@ -36,7 +36,7 @@ class RingCall:
     document_starts  of packed documents, int64 [B or 1, l]: a query attends to the keys from its start to itself
     """
 
-    group: RingGroup
+    group: Channel
     ranges_by_index: tuple[TokenRanges, ...]
     gathers_kv: bool
     is_causal: bool

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.axes.context.work import masks
 from fourfold.axes.context.work.ring_call import RingCall
-from fourfold.comm.ring import RingGroup
+from fourfold.comm.channel import Channel
 from fourfold.torch_kit.dtypes import accumulation_dtype
 from fourfold.torch_kit.recompute import kept
 
@@ -58,19 +58,19 @@ def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     return scores
 
 
-def _scores(q: Tensor, k: Tensor, group: RingGroup) -> Tensor:
+def _scores(q: Tensor, k: Tensor, group: Channel) -> Tensor:
     """[B, G, r, K], [B, G, l, K] -> [B, G, r, L]"""
     return _Scores.apply(q, k, group)  # pyright: ignore[reportReturnType]
 
 
-def _weighted_values(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
+def _weighted_values(weights: Tensor, v: Tensor, group: Channel) -> Tensor:
     """[B, G, r, L], [B, G, l, V] -> [B, G, r, V]"""
     return _WeightedValues.apply(weights, v, group)  # pyright: ignore[reportReturnType]
 
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, group: RingGroup) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, group: Channel) -> Tensor:
         ctx.save_for_backward(q, k)
         ctx.group = group
         local = k.shape[-2]
@@ -93,7 +93,7 @@ class _Scores(torch.autograd.Function):
 
 class _WeightedValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, v: Tensor, group: Channel) -> Tensor:
         ctx.save_for_backward(weights, v)
         ctx.group = group
         (out,) = kept(lambda: (_add_weighted(weights, v, group),))
@@ -111,7 +111,7 @@ class _WeightedValues(torch.autograd.Function):
         return grad_weights, grad_v, None
 
 
-def _add_weighted(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
+def _add_weighted(weights: Tensor, v: Tensor, group: Channel) -> Tensor:
     local = v.shape[-2]
     out = weights.new_zeros(*weights.shape[:-1], v.shape[-1])
     for owner, block in group.iterate_blocks((v,)):
@@ -119,7 +119,7 @@ def _add_weighted(weights: Tensor, v: Tensor, group: RingGroup) -> Tensor:
     return out
 
 
-def _reduce_to_owner(rows: Tensor, right: Tensor, group: RingGroup) -> Tensor:
+def _reduce_to_owner(rows: Tensor, right: Tensor, group: Channel) -> Tensor:
     """rows [B, G, r, L], right [B, G, r, X] -> [B, G, l, X]: rowsᵀ · right, this rank's columns, summed over ranks."""
     local = rows.shape[-1] // group.size
     shape = (*rows.shape[:2], local, right.shape[-1])

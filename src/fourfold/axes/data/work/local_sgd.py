@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.comm.reduce.local_sgd import LocalSGDReducer
+from fourfold.comm.reduce.group import LocalSGDReducer
 from fourfold.torch_kit import memory
 from fourfold.torch_kit.tensor_reader import TensorReader
 

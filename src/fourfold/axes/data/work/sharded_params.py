@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.rules.unshard_order import MAX_UNSHARDED, MissingBucket, UnshardOrder
 from fourfold.comm.rank_layout import RankLayout
-from fourfold.comm.reduce.protocol import BucketSlice, WeightGatherer
+from fourfold.comm.reduce.protocol import BucketSlice, WeightUnsharder
 from fourfold.torch_kit import memory
 from fourfold.torch_kit.dtypes import bucket_dtype
 from fourfold.torch_kit.param_access import ParamAccess, explain_transform_errors, outside_transforms
@@ -160,7 +160,7 @@ class ShardedParams:
         parameters: Sequence[Sequence[nn.Parameter]],
         buckets: Sequence[Bucket],
         layout: RankLayout,
-        gatherer: WeightGatherer,
+        gatherer: WeightUnsharder,
     ) -> None:
         """`parameters` are by bucket and slot. Their weights stay where they are until `shard_params`."""
         self._parameters, self._buckets = parameters, buckets

@@ -25,8 +25,8 @@ from fourfold.axes.pipeline.work.knowledge import is_of
 from fourfold.axes.pipeline.work.recording import Recorder, Recording
 from fourfold.axes.pipeline.work.stand_in import BUFFER, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import attributes_of, take_apart, without_caches
+from fourfold.comm.channel import make_channel
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.row_exchange import make_row_exchange
 from fourfold.comm.tensor.protocol import CALL_ROW, CallMismatch, CheckedTensorGroup
 from fourfold.model.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.model.model_call import call_model, eval_mode
@@ -61,7 +61,9 @@ def attach(rank: Rank) -> AxisParts[Pipeline]:
         return [check]
 
     def lay_out(rank: Rank, layout: BatchLayout, calls: TensorCalls) -> BatchLayout:
-        rows = make_row_exchange(axis.ranks, "batches", rank.meter, choice=rank.transport, first_length=CALL_ROW)
+        rows = make_channel(
+            axis.ranks, "batches", rank.meter, choice=rank.transport, may_cross_hosts=True, first_length=CALL_ROW
+        )
         agree = functools.partial(calls.agree_with_stages, rows, axis.ranks)
         return SharedSamples(layout, "pp", axis.ranks, agree, (rank.seed, rank.world.along("dp").rank))
 

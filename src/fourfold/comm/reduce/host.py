@@ -1,21 +1,20 @@
-"""Host transport: gradients, weights and scalars of a host's ranks, over one mapping of its memory.
+"""Host reductions: gradients and weights of a host's ranks, over one mapping of its memory; between hosts over gloo.
 
 slice   the part of every bucket that one rank sums in rank order, updates, or brings from other hosts
 number  of a launch: the how-manieth it is since the start, and the count that GRADS_READY and REDUCED reach by it
 
-gradients  a rank's flat gradient of a bucket lies in memory that all ranks of the host map (`layout.py`)
+gradients  a rank's flat gradient of a bucket lies in memory that all ranks of the host map (`host_memory.py`)
     queue      the sums that this rank has begun and not all ranks are known to have begun, in order
 weights    exist once per host
     published  this rank has updated its slice of a bucket; other hosts may still have to send theirs
 staging    of weights that rest split between hosts: buffers with room for a whole bucket, used in rotation
     staged     this rank's slice has come from all hosts
     copied     this rank has copied the bucket to where it needs it
-scalars    sums of a few numbers; each kind (LOSS, GRAD_NORM, …) has a flag and room of its own
 
 Law: one mapping has one set of flags; its parts use different ones.
 Law: a buffer of gradients is written only while no other rank may read it. A rank reads other ranks' buffers after
 GRADS_READY says that they are complete, and other ranks' sums after REDUCED; no rank writes again before STEP_ENDED
-says that all have read.
+says that all have read. No cache line of a buffer is written by two ranks.
 Law: weights are written only after all ranks of the host have ended backward, and read only after every rank has
 published its slice. A staging buffer is written again only after every rank has copied what was there.
 Law: ranks add in rank order, so every rank has the same bits. Between hosts sums pair up by order, so they begin there
@@ -26,90 +25,96 @@ slice where its owner put it. Measured: `docs/measured-notes.md`, "Collectives".
 slice, so a bucket crosses the network once per host and not once per rank.
 """
 
-import functools
-import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.unshard_order import NUM_STAGING_BUFFERS
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, RestingLayouts
-from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.inter_host import InterHostReducer, InterHostScalars
-from fourfold.comm.reduce.process_group import GradShards
-from fourfold.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, WorldChannel, check_room
-from fourfold.comm.reduce.sharded_collectives import AsyncResult, always_done
-from fourfold.comm.reduce.shared_memory.call_check import CallCheck, HostCalls
-from fourfold.comm.reduce.shared_memory.flag_waits import (
-    TIME_LIMIT_SECONDS,
-    FlagWaits,
-    MappedHost,
-)
-from fourfold.comm.reduce.shared_memory.flags import HostFlags, HostRanks
-from fourfold.comm.reduce.shared_memory.host_buffers import HostBuffers
-from fourfold.comm.reduce.shared_memory.layout import (
+from fourfold.comm.collectives import Work, sum_in_order
+from fourfold.comm.reduce.group import GradShards
+from fourfold.comm.reduce.host_memory import (
     BACKWARD_DONE,
     COPIED,
     GRADS_READY,
     REDUCED,
-    SCALARS_READY,
     SCALED,
     STAGED,
     STEP_ENDED,
     WEIGHTS_READY,
-    SharedMemoryLayout,
-    view_scalars,
-    view_staging_buffers,
-    view_weights,
+    HostMemory,
 )
-from fourfold.comm.reduce.single_rank import LocalScalars
+from fourfold.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer
+from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
+from fourfold.comm.reduce.sharded_collectives import ShardedCollectives
+from fourfold.orders.sample_order import shard_range
 from fourfold.words.layout import PARTIAL, SPLIT
-from fourfold.words.program import LOSS
 
-# ---- staging -------------------------------------------------------------------------------------------------------
-
-
-class StagingFlags(NamedTuple):
-    """Raise this rank's flag, or wait until every rank's flag has reached a count."""
-
-    signal_staged: Callable[[], None]
-    signal_copied: Callable[[], None]
-    wait_all_staged: Callable[[int], None]
-    wait_all_copied: Callable[[int], None]
+# ---- gradient buffers of all ranks ---------------------------------------------------------------------------------
 
 
-class HostUnshardStaging:
-    """This rank's part in gathering buckets. Every rank of the host gathers the same buckets in the same order."""
+class HostBuffers:
+    """The buffers by rank and bucket, and the slices of each bucket by rank.
 
-    def __init__(self, buffers: Sequence[torch.Tensor], flags: StagingFlags) -> None:
-        """`buffers`: uint8, one flat tensor each."""
-        self._buffers, self._flags = buffers, flags
-        self._num_begun = 0
+    `num_hosts` and `host_index`: of the hosts that split what the ranks of one host sum.
+    """
 
-    def unshard_async(
-        self, local_slice: slice, out: torch.Tensor, start_gather: Callable[[torch.Tensor], Callable[[], None]]
-    ) -> Callable[[], None]:
-        """Begin to gather a bucket into `out`. Returns the wait; waits are called in the order of the gathers.
+    def __init__(self, host: HostMemory, *, num_hosts: int = 1, host_index: int = 0) -> None:
+        size = host.size
+        self._all = [host.grad_buffers(region) for region in range(size)]
+        self._index, self._num_hosts, self._host_index = host.index, num_hosts, host_index
+        self.own: Sequence[Tensor] = self._all[self._index]
+        """This rank's buffer of each bucket."""
+        self._slices = [[_rank_slice(length, size, i) for i in range(size)] for length in host.layout.sizes]
+        self.own_slices = [slices[self._index] for slices in self._slices]
+        """[start, stop) of this rank's slice of each bucket, in elements."""
+        self.num_shards = size * num_hosts
 
-        `start_gather(flat)` begins to gather this rank's slice from all hosts into `flat`, and returns the wait.
-        """
-        self._num_begun += 1
-        number = self._num_begun
-        self._flags.wait_all_copied(number - NUM_STAGING_BUFFERS)
-        buffer = self._buffers[number % NUM_STAGING_BUFFERS][: out.numel() * out.element_size()].view(out.dtype)
-        wait = start_gather(buffer[local_slice])
+    def sum_range(self, bucket: int, start: int, stop: int) -> Tensor:
+        """The sum of [start, stop) over this host's ranks, in this rank's buffer."""
+        addends = [buffers[bucket][start:stop] for buffers in self._all]
+        sum_in_order(addends, out=addends[self._index])
+        return addends[self._index]
 
-        def wait_and_copy() -> None:
-            wait()
-            self._flags.signal_staged()
-            self._flags.wait_all_staged(number)
-            out.copy_(buffer)
-            self._flags.signal_copied()
+    def sum_slice(self, bucket: int) -> Tensor:
+        """The sum of this rank's slice."""
+        return self.sum_range(bucket, *self.own_slices[bucket])
 
-        return wait_and_copy
+    def host_shard(self, local_sum: Tensor) -> Tensor:
+        """This host's shard of this rank's slice."""
+        return local_sum[slice(*shard_range(0, local_sum.numel(), self._num_hosts, self._host_index))]
+
+    def own_shard(self, bucket: int) -> BucketSlice:
+        """This rank's shard of the bucket: of its slice, what is this host's."""
+        start, stop = shard_range(*self.own_slices[bucket], self._num_hosts, self._host_index)
+        return BucketSlice(start, stop, self.own[bucket][start:stop])
+
+    def views(self, bucket: int) -> Sequence[BucketSlice]:
+        """Every rank's slice of a bucket, where that rank puts the sum."""
+        return [
+            BucketSlice(start, stop, self._all[peer][bucket][start:stop])
+            for peer, (start, stop) in enumerate(self._slices[bucket])
+            if stop > start
+        ]
+
+    def scale_slices(self, factor: float) -> None:
+        """Multiply this rank's slice of every bucket."""
+        for buffer, (start, stop) in zip(self.own, self.own_slices, strict=True):
+            buffer[start:stop].mul_(factor)
+
+    def copy_from_peers(self, bucket: int) -> None:
+        """Copy the other ranks' slices into this rank's buffer."""
+        for peer, (start, stop) in enumerate(self._slices[bucket]):
+            if peer != self._index:
+                self.own[bucket][start:stop].copy_(self._all[peer][bucket][start:stop])
+
+
+def _rank_slice(length: int, size: int, index: int) -> tuple[int, int]:
+    """[start, stop) of a rank's slice; cut at multiples of 32 elements, so that no cache line has two writers."""
+    blocks = -(-length // 32)
+    return min(length, blocks * index // size * 32), min(length, blocks * (index + 1) // size * 32)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -119,151 +124,91 @@ class HostWeights:
     """See `WeightGatherer`. `slices`: [start, stop) of this rank's slice of each bucket, in elements."""
 
     def __init__(
-        self, host: MappedHost, slices: Sequence[tuple[int, int]], between_hosts: InterHostReducer | None
+        self, host: HostMemory, slices: Sequence[tuple[int, int]], between_hosts: ShardedCollectives | None
     ) -> None:
-        self._flags, self._waits, self._slices, self._between_hosts = host.flags, host.waits, slices, between_hosts
-        self.size = host.ranks.size * (1 if between_hosts is None else between_hosts.num_hosts)
-        self._pending_gathers: deque[Callable[[], None] | None] = deque()  # published, not yet complete on this host
+        self._host, self._slices, self._between_hosts = host, slices, between_hosts
+        self.size = host.size * (1 if between_hosts is None else between_hosts.num_members)
+        self._pending_gathers: deque[Work | None] = deque()  # published, not yet complete on this host
         self._gather_numbers = [0] * len(slices)  # the number of each bucket's last publication
-        layout = host.layout
-        self.is_writer = host.ranks.index == 0 or not layout.weights_bytes
-        start = host.ranks.size * layout.region_bytes
-        self.shared_weights: Sequence[torch.Tensor] | None = None
-        if layout.weights_bytes:
-            self.shared_weights = view_weights(host.mapping, layout, start)
-        self._staging: HostUnshardStaging | None = None
-        if layout.staging_bytes:
-            staging_flags = StagingFlags(
-                signal_staged=functools.partial(self._flags.increment, STAGED),
-                signal_copied=functools.partial(self._flags.increment, COPIED),
-                wait_all_staged=functools.partial(self._waits.wait, STAGED),
-                wait_all_copied=functools.partial(self._waits.wait, COPIED),
-            )
-            self._staging = HostUnshardStaging(view_staging_buffers(host.mapping, layout, start), staging_flags)
-        self.unshards_params = self._staging is not None
+        self.shared_weights: Sequence[Tensor] | None = host.weights() if host.layout.weights_bytes else None
+        self.is_writer = host.index == 0 or self.shared_weights is None
+        self.unshards_params = host.layout.staging_bytes > 0
 
     def signal_backward_done(self) -> None:
-        self._flags.increment(BACKWARD_DONE)
+        self._host.increment(BACKWARD_DONE)
 
     def wait_writable(self) -> None:
         if self.shared_weights is not None:
-            self._waits.wait(BACKWARD_DONE, self._flags.counts[BACKWARD_DONE])
+            self._host.wait_own(BACKWARD_DONE)
 
     def can_gather(self) -> bool:
         return True
 
-    def all_gather_async(self, bucket: int, weight: torch.Tensor) -> None:
-        wait = None
+    def all_gather_async(self, bucket: int, weight: Tensor) -> None:
+        work = None
         if self._between_hosts is not None and self._between_hosts.size > 1:
-            wait = self._between_hosts.all_gather_inplace_async(weight[slice(*self._slices[bucket])])
-        self._pending_gathers.append(wait)
-        self._gather_numbers[bucket] = self._flags.counts[WEIGHTS_READY] + len(self._pending_gathers)
-        if wait is None:
+            work = self._between_hosts.all_gather_inplace_async(weight[slice(*self._slices[bucket])])
+        self._pending_gathers.append(work)
+        self._gather_numbers[bucket] = self._host.counts[WEIGHTS_READY] + len(self._pending_gathers)
+        if work is None:
             self._gather_through(self._gather_numbers[bucket])
 
     def wait(self, bucket: int) -> None:
         # Earlier buckets too, in program order: a rank of another host may be waiting for one of them.
         self._gather_through(self._gather_numbers[bucket])
-        self._waits.wait(WEIGHTS_READY, self._gather_numbers[bucket])
+        self._host.wait(WEIGHTS_READY, self._gather_numbers[bucket])
 
     def end_step(self) -> None:
-        self._gather_through(self._flags.counts[WEIGHTS_READY] + len(self._pending_gathers))
+        self._gather_through(self._host.counts[WEIGHTS_READY] + len(self._pending_gathers))
         # Once every rank of the host has published as much as this one, the weights are whole.
-        self._waits.wait(WEIGHTS_READY, self._flags.counts[WEIGHTS_READY])
+        self._host.wait_own(WEIGHTS_READY)
 
     def _gather_through(self, number: int) -> None:
         """Complete this rank's first `number` publications in this host's memory, raising the flag after each."""
-        while self._flags.counts[WEIGHTS_READY] < number:
-            if (wait := self._pending_gathers.popleft()) is not None:
-                wait()
-            self._flags.increment(WEIGHTS_READY)
-
-    def unshard_async(
-        self, bucket: int, shard: torch.Tensor, out: torch.Tensor, unshard_index: int | None
-    ) -> Callable[[], None]:
-        assert self._staging is not None
-        assert self._between_hosts is not None
-        start_gather = functools.partial(self._between_hosts.all_gather_async, shard)
-        end_span = self._waits.meter.unsharding(unshard_index)
-        wait = self._staging.unshard_async(slice(*self._slices[bucket]), out, start_gather)
-
-        def timed_wait() -> None:
-            with self._waits.meter.timed():
-                wait()
-            end_span()
-
-        return timed_wait
-
-    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        assert self._between_hosts is not None
-        with self._waits.meter.timed():
-            return self._between_hosts.all_gather_ints(row)
+        while self._host.counts[WEIGHTS_READY] < number:
+            if (work := self._pending_gathers.popleft()) is not None:
+                work.wait()
+            self._host.increment(WEIGHTS_READY)
 
     def broadcast(self) -> None:
-        assert self.shared_weights is not None
         if self._between_hosts is not None and self.is_writer:
-            for flat in self.shared_weights:
+            for flat in self.shared_weights or ():
                 self._between_hosts.broadcast(flat)
 
 
-# ---- scalars -------------------------------------------------------------------------------------------------------
+class HostUnsharder:
+    """See `WeightUnsharder`. Every rank of the host brings its slice of a bucket from all hosts, for all of them.
 
+    `slices`: [start, stop) of this rank's slice of each bucket, in elements. Waits are called in the order of gathers.
+    """
 
-class _QueuedSum(NamedTuple):
-    """A sum that this rank has begun, of `length` values. A rank whose flag has reached `number` has begun it too."""
+    def __init__(self, host: HostMemory, slices: Sequence[tuple[int, int]], between_hosts: ShardedCollectives) -> None:
+        self._host, self._slices, self._between_hosts = host, slices, between_hosts
+        self._buffers = host.staging_buffers()
+        self._num_begun = 0
 
-    kind: int
-    number: int
-    length: int
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
+        host, end_span = self._host, self._host.meter.unsharding(unshard_index)
+        self._num_begun += 1
+        number = self._num_begun
+        host.wait(COPIED, number - NUM_STAGING_BUFFERS)
+        buffer = self._buffers[number % NUM_STAGING_BUFFERS][: out.nbytes].view(out.dtype)
+        work = self._between_hosts.all_gather_async(shard, buffer[slice(*self._slices[bucket])])
 
+        def wait() -> None:
+            with host.meter.timed():
+                work.wait()
+                host.increment(STAGED)
+                host.wait(STAGED, number)
+                out.copy_(buffer)
+                host.increment(COPIED)
+            end_span()
 
-class HostScalars:
-    """See `ScalarReducer`. `calls`: compared with the LOSS; None for other scalars than those of the world."""
+        return wait
 
-    def __init__(
-        self, host: MappedHost, between_hosts: InterHostScalars | None, calls: CallCheck | None = None
-    ) -> None:
-        self._values = [view_scalars(host.mapping, host.layout, region) for region in range(host.ranks.size)]
-        self._index, self._flags, self._waits = host.ranks.index, host.flags, host.waits
-        self._capacity = host.layout.num_scalars
-        self._between_hosts, self._calls = between_hosts, calls
-        self._queue: deque[_QueuedSum] = deque()
-        self._sums: dict[int, AsyncResult] = {}
-
-    def all_reduce_async(self, kind: int, values: Tensor) -> None:
-        check_room(values, self._capacity)
-        flag = SCALARS_READY + kind
-        self._values[self._index][kind, self._flags.counts[flag] % 2, : len(values)] = values
-        self._flags.increment(flag)
-        self._queue.append(_QueuedSum(kind, self._flags.counts[flag], len(values)))
-
-    def is_ready(self, kind: int) -> bool:
-        while self._queue and self._flags.min(SCALARS_READY + self._queue[0].kind) >= self._queue[0].number:
-            self._add_up_first()
-        return kind in self._sums and self._sums[kind].is_done()
-
-    def wait(self, kind: int) -> list[float]:
-        # One rank may need the loss while it reduces gradients, another only after other scalars.
-        while kind not in self._sums:
-            first = self._queue[0]
-            self._waits.wait(SCALARS_READY + first.kind, first.number)
-            self._add_up_first()
-        if self._calls is not None and kind == LOSS:
-            self._calls.check_begun(None)
-        return self._sums.pop(kind).wait()
-
-    def _add_up_first(self) -> None:
-        """Add up the first sum of the queue, which all ranks of the host have begun; begin to add up hosts."""
-        kind, number, length = self._queue.popleft()
-        rows = [values[kind, (number - 1) % 2, :length] for values in self._values]
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        if self._between_hosts is None:
-            self._sums[kind] = AsyncResult(total.tolist, always_done)
-        else:
-            call = self._calls.call if self._calls is not None and kind == LOSS else None
-            self._sums[kind] = self._between_hosts.all_reduce_async(total, call)
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        with self._host.meter.timed():
+            return self._between_hosts.all_gather_ints(row)
 
 
 # ---- reduction -----------------------------------------------------------------------------------------------------
@@ -272,29 +217,29 @@ class HostScalars:
 class _HostReducer:
     """What `EagerReducer` and `LazyReducer` have in common; see `GradReducer`."""
 
-    def __init__(self, host: MappedHost, buffers: HostBuffers, between_hosts: InterHostReducer | None) -> None:
-        self._flags, self._waits, self._buffers = host.flags, host.waits, buffers
-        self.size = host.ranks.size * (1 if between_hosts is None else between_hosts.num_hosts)
+    def __init__(self, host: HostMemory, buffers: HostBuffers, between_hosts: ShardedCollectives | None) -> None:
+        self._host, self._buffers = host, buffers
+        self.size = host.size * (1 if between_hosts is None else between_hosts.num_members)
         self.replica_index = 0 if between_hosts is None else between_hosts.replica_index
         self.grad_buffers, self.buffer_indices = buffers.own, host.layout.buffer_indices
         self._launch_numbers = [0] * len(self.grad_buffers)
         """The number of each bucket's last launch."""
 
     def acquire_buffer(self, bucket: int, factor: float | None) -> None:
-        self._waits.wait(STEP_ENDED, self._flags.counts[STEP_ENDED])
+        self._host.wait_own(STEP_ENDED)
 
     def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
-        return self._flags.min(STEP_ENDED) >= self._flags.counts[STEP_ENDED]
+        return self._host.min(STEP_ENDED) >= self._host.counts[STEP_ENDED]
 
     def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
-        self._flags.increment(GRADS_READY)
-        self._launch_numbers[bucket] = self._flags.counts[GRADS_READY]
+        self._host.increment(GRADS_READY)
+        self._launch_numbers[bucket] = self._host.counts[GRADS_READY]
 
     def grad_shard(self, bucket: int) -> BucketSlice:
         return self._buffers.own_shard(bucket)
 
     def end_step(self) -> None:
-        self._flags.increment(STEP_ENDED)
+        self._host.increment(STEP_ENDED)
 
 
 class _Launch(NamedTuple):
@@ -312,9 +257,9 @@ class EagerReducer(_HostReducer):
 
     def __init__(
         self,
-        host: MappedHost,
+        host: HostMemory,
         buffers: HostBuffers,
-        between_hosts: InterHostReducer | None,
+        between_hosts: ShardedCollectives | None,
         *,
         rest: RestingLayouts,
         is_prereduced: bool,
@@ -322,24 +267,24 @@ class EagerReducer(_HostReducer):
         super().__init__(host, buffers, between_hosts)
         self._is_split = rest.state == SPLIT
         self._grad_shards = GradShards(self.grad_buffers, buffers.num_shards) if rest.gradient == SPLIT else None
-        self._sum_between_hosts: Callable[[Tensor], AsyncResult] | None = None
+        self._sum_between_hosts: Callable[[Tensor], Work] | None = None
         if between_hosts is not None and not is_prereduced:
             self._sum_between_hosts = (
                 between_hosts.reduce_scatter_async if self._is_split else between_hosts.all_reduce_async
             )
         self._launched: list[_Launch] = []  # in program order
-        self._between_hosts: deque[tuple[int, AsyncResult]] = deque()  # summed here, on their way between hosts
+        self._between_hosts: deque[tuple[int, Work]] = deque()  # summed here, on their way between hosts
 
     def acquire_buffer(self, bucket: int, factor: float | None) -> None:
         super().acquire_buffer(bucket, factor)
         if self._grad_shards is not None:
             last = self._last_launch_of_buffer(bucket)
             self._reduce_through(last, factor)
-            self._waits.wait(REDUCED, last)
+            self._host.wait(REDUCED, last)
 
     def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
         self._advance(factor)
-        is_read = self._grad_shards is None or self._flags.min(REDUCED) >= self._last_launch_of_buffer(bucket)
+        is_read = self._grad_shards is None or self._host.min(REDUCED) >= self._last_launch_of_buffer(bucket)
         return is_read and super().can_acquire_buffer(bucket, factor)
 
     def _last_launch_of_buffer(self, bucket: int) -> int:
@@ -355,10 +300,10 @@ class EagerReducer(_HostReducer):
     def wait_reduce(self, bucket: int, factor: float) -> None:
         number = self._launch_numbers[bucket]
         if self._num_reduced() < number:
-            with self._waits.meter.timed():
+            with self._host.meter.timed():
                 self._reduce_through(number, factor)
                 if not self._is_split:
-                    self._waits.wait(REDUCED, number)
+                    self._host.wait(REDUCED, number)
 
     def is_reduced(self, bucket: int, factor: float | None) -> bool:
         self._advance(factor)
@@ -366,37 +311,37 @@ class EagerReducer(_HostReducer):
 
     def _num_reduced(self) -> int:
         """How many reductions are done as far as this rank needs them: its own slices, or all ranks'."""
-        return self._flags.counts[REDUCED] if self._is_split else self._flags.min(REDUCED)
+        return self._host.counts[REDUCED] if self._is_split else self._host.min(REDUCED)
 
     def _advance(self, factor: float | None) -> None:
         """Do this rank's part of reductions, as far as that needs no wait."""
         self._sum_ready(factor)
-        while self._between_hosts and self._between_hosts[0][1].is_done():
+        while self._between_hosts and self._between_hosts[0][1].is_completed():
             self._finish_first()
 
     def _reduce_through(self, number: int, factor: float | None) -> None:
         """Do this rank's part of the first `number` reductions."""
         assert factor is not None or self._is_split
-        while self._flags.counts[REDUCED] < number:
+        while self._host.counts[REDUCED] < number:
             self._sum_ready(factor)
             if self._between_hosts:
                 # Before any wait for a later launch: the rank that is to launch it may be waiting for this sum.
                 self._finish_first()
-            elif self._flags.counts[REDUCED] < number:
-                self._waits.wait(GRADS_READY, self._num_begun() + 1)
+            elif self._host.counts[REDUCED] < number:
+                self._host.wait(GRADS_READY, self._num_begun() + 1)
 
     def _num_begun(self) -> int:
         """How many launches this rank has begun to sum."""
-        return self._flags.counts[GRADS_READY] - len(self._launched)
+        return self._host.counts[GRADS_READY] - len(self._launched)
 
     def _sum_ready(self, factor: float | None) -> None:
         """Sum this rank's slice of every bucket that all ranks have launched, unless that needs the factor."""
         if factor is None and not self._is_split:
             return
-        num_ready = self._flags.min(GRADS_READY) - self._num_begun()
+        num_ready = self._host.min(GRADS_READY) - self._num_begun()
         if num_ready <= 0:
             return
-        with self._waits.meter.counted():
+        with self._host.meter.counted():
             for bucket, reduction_index in self._launched[:num_ready]:
                 local_sum = self._sum_slice(bucket, reduction_index, factor)
                 if self._sum_between_hosts is None:
@@ -406,7 +351,7 @@ class EagerReducer(_HostReducer):
             del self._launched[:num_ready]
 
     def _sum_slice(self, bucket: int, reduction_index: int | None, factor: float | None) -> Tensor:
-        with self._waits.meter.reducing(reduction_index):
+        with self._host.meter.reducing(reduction_index):
             local_sum = self._buffers.sum_slice(bucket)
             if not self._is_split and factor is not None and factor != 1.0:
                 local_sum.mul_(factor)
@@ -420,7 +365,7 @@ class EagerReducer(_HostReducer):
     def _finish(self, bucket: int, total: Tensor) -> None:
         if self._grad_shards is not None:
             self._grad_shards.accumulate(bucket, total)
-        self._flags.increment(REDUCED)
+        self._host.increment(REDUCED)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if factor != 1.0:
@@ -439,8 +384,8 @@ class EagerReducer(_HostReducer):
 
     def scale_grads(self, factor: float) -> None:
         self._buffers.scale_slices(factor)
-        self._flags.increment(SCALED)
-        self._waits.wait(SCALED, self._flags.counts[SCALED])
+        self._host.increment(SCALED)
+        self._host.wait_own(SCALED)
 
     def all_gather_grads(self, bucket: int) -> None:
         self._buffers.copy_from_peers(bucket)
@@ -458,15 +403,15 @@ class LazyReducer(_HostReducer):
     A range at a time then stays in the cache from the sum to the update.
     """
 
-    def __init__(self, host: MappedHost, buffers: HostBuffers, between_hosts: InterHostReducer | None) -> None:
+    def __init__(self, host: HostMemory, buffers: HostBuffers, between_hosts: ShardedCollectives | None) -> None:
         super().__init__(host, buffers, between_hosts)
         self._is_shard_reduced = [False] * len(self.grad_buffers)
 
     def wait_reduce(self, bucket: int, factor: float) -> None:
-        self._waits.wait(GRADS_READY, self._launch_numbers[bucket])
+        self._host.wait(GRADS_READY, self._launch_numbers[bucket])
 
     def is_reduced(self, bucket: int, factor: float | None) -> bool:
-        return self._flags.min(GRADS_READY) >= self._launch_numbers[bucket]
+        return self._host.min(GRADS_READY) >= self._launch_numbers[bucket]
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
         if not self._is_shard_reduced[bucket]:
@@ -497,11 +442,11 @@ class LazyReducer(_HostReducer):
 
 
 def make_host_transport(
-    host: MappedHost,
+    host: HostMemory,
     *,
     rest: RestingLayouts = RESTING_LAYOUTS[0],
-    between_hosts: InterHostReducer | None = None,
-    scalars_between_hosts: InterHostScalars | None = None,
+    between_hosts: ShardedCollectives | None = None,
+    scalars_between_hosts: GroupSums | None = None,
     is_prereduced: bool = False,
 ) -> DataTransport:
     """The transport of the ranks of a host, and of the same ranks on other hosts."""
@@ -514,23 +459,9 @@ def make_host_transport(
     else:
         grads = EagerReducer(host, buffers, between_hosts, rest=rest, is_prereduced=is_prereduced)
     description = "shared memory" + (" + gloo between hosts" if between_hosts else "")
-    weights = HostWeights(host, buffers.own_slices, between_hosts)
-    scalars = HostScalars(host, scalars_between_hosts) if host.layout.num_scalars else LocalScalars(0)
-    return DataTransport(grads, weights, scalars, description)
-
-
-def make_host_world(
-    mapping: mmap.mmap,
-    layout: SharedMemoryLayout,
-    ranks: HostRanks,
-    meter: CommMeter,
-    between_hosts: InterHostScalars | None = None,
-    *,
-    time_limit_seconds: float = TIME_LIMIT_SECONDS,
-) -> WorldChannel:
-    """The channel of a world whose ranks share memory on every host."""
-    flags = HostFlags(mapping, layout.region_bytes, index=ranks.index, size=ranks.size)
-    check = CallCheck(mapping, layout, ranks, flags)
-    waits = FlagWaits(flags, ranks, check, meter, time_limit_seconds=time_limit_seconds)
-    scalars = HostScalars(MappedHost(mapping, layout, ranks, flags, waits), between_hosts, check)
-    return WorldChannel(scalars, HostCalls(check, flags, waits, between_hosts))
+    weights, unsharder = HostWeights(host, buffers.own_slices, between_hosts), None
+    if weights.unshards_params and between_hosts is not None:
+        unsharder = HostUnsharder(host, buffers.own_slices, between_hosts)
+    num_scalars = host.layout.num_scalars
+    scalars = ScalarReducer(num_scalars, host if num_scalars else None, scalars_between_hosts)
+    return DataTransport(grads, weights, scalars, description, unsharder)

@@ -1,0 +1,396 @@
+"""Group reductions: buckets over process groups: gloo between processes and hosts, NCCL on GPUs; or of one rank alone.
+
+pending  collectives that have begun and not been waited for, in program order
+round  one reduction of all buckets; a step that accumulates gradients has several
+Law: every rank begins the same collectives of one group in the same order, with at most MAX_REDUCTIONS_IN_FLIGHT
+pending.
+Law: of one rank alone a bucket's sum is its gradient, its weights are whole; nothing waits and nothing is sent.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fourfold.comm.collectives import Work, ring_bytes
+from fourfold.comm.communicator import Communicator
+from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.protocol import (
+    BucketSlice,
+    DataTransport,
+    GradReducer,
+    GradsOfBucket,
+    TransportSpec,
+    WeightGatherer,
+)
+from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
+from fourfold.comm.reduce.sharded_collectives import ShardedCollectives
+from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
+from fourfold.torch_kit import memory
+from fourfold.words.layout import SPLIT, WHOLE, Change
+from fourfold.words.program import Verb
+
+# ---- sums that rest whole ------------------------------------------------------------------------------------------
+
+
+class WholeReducer:
+    """See `GradReducer`: sums that rest whole, each in one flat that is this rank's own.
+
+    all_reduce        begins to sum a buffer over the ranks, in place; None: there is one rank
+    index             this rank's among them
+    unbucketed_grads  a bucket's gradients, where there is one rank and they have no buffers; the caller then keeps them
+                      and launches nothing
+    """
+
+    replica_index = 0
+
+    def __init__(
+        self,
+        grad_buffers: Sequence[Tensor],
+        buffer_indices: tuple[int, ...],
+        meter: CommMeter,
+        *,
+        all_reduce: Callable[[Tensor], Work] | None = None,
+        index: int = 0,
+        size: int = 1,
+        unbucketed_grads: GradsOfBucket | None = None,
+    ) -> None:
+        self.grad_buffers, self.buffer_indices, self.size = grad_buffers, buffer_indices, size
+        self._meter, self._all_reduce, self._index, self._num_parts = meter, all_reduce, index, size
+        self._unbucketed_grads = unbucketed_grads
+        self._pending = self._never_launched()
+        """Sums that have not been waited for, and multiplied by the factor."""
+
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        # A sum that was not waited for is still in its own buffer.
+        if self._all_reduce is not None and bucket in self._pending:
+            assert factor is not None, "this buffer is free once its sum is made, which needs the factor"
+            self.wait_reduce(bucket, factor)
+
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        return self._all_reduce is None or self.is_reduced(bucket, factor)
+
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
+        if self._all_reduce is None:
+            self._pending[bucket] = ALONE
+            return
+        work = self._pending[bucket] = self._all_reduce(self.grad_buffers[bucket])
+        self._meter.record_async(Verb.REDUCE, reduction_index, work.get_future)
+
+    def wait_reduce(self, bucket: int, factor: float) -> None:
+        work = self._pending.pop(bucket, None)
+        if work is None:
+            return
+        if work is not ALONE:
+            with self._meter.timed():
+                work.wait()
+        if factor != 1.0:
+            self._scale_bucket(bucket, factor)
+
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
+        return bucket not in self._pending or (factor is not None and self._pending[bucket].is_completed())
+
+    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        raise AssertionError("these sums rest whole: they are scaled when they are made")
+
+    def reduce_shard(self, bucket: int) -> None:
+        pass
+
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
+        flat = self.grad_buffers[bucket]
+        return [BucketSlice(0, flat.numel(), flat)]
+
+    def grad_shard(self, bucket: int) -> BucketSlice:
+        """An equal part for each rank."""
+        flat = self.grad_buffers[bucket]
+        start, stop = (flat.numel() * (self._index + step) // self._num_parts for step in (0, 1))
+        return BucketSlice(start, stop, flat[start:stop])
+
+    def scale_grads(self, factor: float) -> None:
+        for bucket in range(len(self.buffer_indices)):
+            self._scale_bucket(bucket, factor)
+
+    def _scale_bucket(self, bucket: int, factor: float) -> None:
+        for flat in [self.grad_buffers[bucket]] if self._unbucketed_grads is None else self._unbucketed_grads(bucket):
+            flat.mul_(factor)
+
+    def all_gather_grads(self, bucket: int) -> None:
+        pass
+
+    def end_step(self) -> None:
+        if self._all_reduce is None:
+            self._pending = self._never_launched()
+
+    def _never_launched(self) -> dict[int, Work]:
+        return {} if self._unbucketed_grads is None else dict.fromkeys(range(len(self.buffer_indices)), ALONE)
+
+
+def _own(flat: Tensor) -> Work:
+    """The reduction of one rank alone, or one that a codec has done already."""
+    return Work(lambda: flat)
+
+
+ALONE = Work(lambda: None)
+
+
+class LocalSGDReducer(WholeReducer):
+    """See `GradReducer`: that of one rank, over the buffers of the reducer that joins all ranks.
+
+    With local steps ranks train on their own gradients, and sync every few steps: they sum what they put into their
+    buffers, after the same number of steps. Outside of a sync no rank reads or sends gradients or weights of others.
+    """
+
+    def __init__(self, joined: GradReducer) -> None:
+        super().__init__(joined.grad_buffers, joined.buffer_indices, CommMeter())
+        self._joined, self.size = joined, joined.size
+        self._is_syncing = False
+
+    def all_reduce_async(self, bucket: int) -> None:
+        """This rank's addend is in its buffer: begin to sum it over all ranks. Does not wait."""
+        self._is_syncing = True
+        self._joined.reduce_async(bucket, None, 1.0)
+
+    def wait_all_reduce(self, bucket: int) -> Sequence[BucketSlice]:
+        """Wait for a bucket's sum; returns where it lies until `end_step`."""
+        self._joined.wait_reduce(bucket, 1.0)
+        return self._joined.reduced_views(bucket)
+
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        # Other ranks may still read what this rank put there for the last sync.
+        self._joined.acquire_buffer(bucket, 1.0)
+
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        return self._joined.can_acquire_buffer(bucket, 1.0)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._is_syncing:
+            self._joined.end_step()
+            self._is_syncing = False
+
+
+# ---- sums that rest split ------------------------------------------------------------------------------------------
+
+
+class GradShards:
+    """This rank's shard of each bucket's gradient, where several rounds add to it."""
+
+    def __init__(self, grad_buffers: Sequence[Tensor], num_shards: int) -> None:
+        self.flats = [
+            memory.allocate_private(flat.numel() // num_shards, flat.dtype, flat.device) for flat in grad_buffers
+        ]
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """From now on, each bucket's first sum replaces the old values."""
+        self._is_first_round = [True] * len(self.flats)
+
+    def accumulate(self, bucket: int, total: Tensor) -> None:
+        """Add the sum of one round."""
+        if self._is_first_round[bucket]:
+            self.flats[bucket].copy_(total)
+        else:
+            self.flats[bucket].add_(total)
+        self._is_first_round[bucket] = False
+
+
+class ShardedGroupReducer:
+    """See `GradReducer`: reduce-scatters, where states rest split."""
+
+    def __init__(
+        self, grad_buffers: Sequence[Tensor], spec: TransportSpec, meter: CommMeter, sharded: ShardedCollectives
+    ) -> None:
+        self._meter, self._sharded = meter, sharded
+        self.size, self.replica_index = sharded.num_members, sharded.replica_index
+        self.grad_buffers, self.buffer_indices = grad_buffers, spec.buffer_indices
+        self._is_prereduced = spec.is_prereduced
+        self._grad_shards = GradShards(grad_buffers, sharded.size) if spec.rest.gradient == SPLIT else None
+        self._pending: dict[int, Work] = {}
+
+    def acquire_buffer(self, bucket: int, factor: float | None) -> None:
+        for other in self._pending_in_buffer(bucket):
+            self._finish(other)
+
+    def _pending_in_buffer(self, bucket: int) -> list[int]:
+        return [other for other in self._pending if self.buffer_indices[other] == self.buffer_indices[bucket]]
+
+    def can_acquire_buffer(self, bucket: int, factor: float | None) -> bool:
+        blocking = self._pending_in_buffer(bucket)
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            blocking.append(next(iter(self._pending)))
+        return all(self._pending[other].is_completed() for other in blocking)
+
+    def reduce_async(self, bucket: int, reduction_index: int | None, factor: float | None) -> None:
+        flat = self.grad_buffers[bucket]
+        if self._is_prereduced:
+            self._pending[bucket] = _own(self._sharded.local_shard(flat))
+            return
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._finish(next(iter(self._pending)))
+        work = self._pending[bucket] = self._sharded.reduce_scatter_async(flat)
+        self._meter.record_async(Verb.REDUCE, reduction_index, work.get_future)
+
+    def wait_reduce(self, bucket: int, factor: float) -> None:
+        self._finish(bucket)
+
+    def _finish(self, bucket: int) -> None:
+        if bucket in self._pending:
+            with self._meter.timed():
+                total = self._pending.pop(bucket).wait()
+            if self._grad_shards is not None:
+                self._grad_shards.accumulate(bucket, total)
+
+    def is_reduced(self, bucket: int, factor: float | None) -> bool:
+        return bucket not in self._pending or self._pending[bucket].is_completed()
+
+    def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
+        if factor != 1.0:
+            shard = self.grad_shard(bucket)
+            shard.flat[start - shard.start : stop - shard.start].mul_(factor)
+
+    def reduce_shard(self, bucket: int) -> None:
+        pass
+
+    def reduced_views(self, bucket: int) -> Sequence[BucketSlice]:
+        return [self.grad_shard(bucket)]
+
+    def grad_shard(self, bucket: int) -> BucketSlice:
+        flat = self._sharded.local_shard(self.grad_buffers[bucket])
+        start = self._sharded.index * flat.numel()
+        if self._grad_shards is not None:
+            flat = self._grad_shards.flats[bucket]
+        return BucketSlice(start, start + flat.numel(), flat)
+
+    def scale_grads(self, factor: float) -> None:
+        raise AssertionError("these sums rest split: the update scales them")
+
+    def all_gather_grads(self, bucket: int) -> None:
+        raise AssertionError("these sums rest split")
+
+    def end_step(self) -> None:
+        if self._grad_shards is not None:
+            self._grad_shards.begin_step()
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+class WholeWeights:
+    """See `WeightGatherer`: every one of `size` ranks has all weights to itself, and updates all of them."""
+
+    shared_weights: Sequence[Tensor] | None = None
+    is_writer, unshards_params = True, False
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def signal_backward_done(self) -> None:
+        pass
+
+    def wait_writable(self) -> None:
+        pass
+
+    def can_gather(self) -> bool:
+        return True
+
+    def all_gather_async(self, bucket: int, weight: Tensor) -> None:
+        pass
+
+    def wait(self, bucket: int) -> None:
+        pass
+
+    def broadcast(self) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+
+class GroupWeights(WholeWeights):
+    """See `WeightGatherer`: all-gathers of the shards that ranks have updated.
+
+    `WeightUnsharder` too: of the shards that rest split.
+    """
+
+    def __init__(self, sharded: ShardedCollectives, meter: CommMeter, *, unshards_params: bool) -> None:
+        super().__init__(sharded.num_members)
+        self._sharded, self._meter, self.unshards_params = sharded, meter, unshards_params
+        self._pending: dict[int, Work] = {}  # in program order
+
+    def can_gather(self) -> bool:
+        return len(self._pending) < MAX_REDUCTIONS_IN_FLIGHT or next(iter(self._pending.values())).is_completed()
+
+    def all_gather_async(self, bucket: int, weight: Tensor) -> None:
+        if len(self._pending) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self.wait(next(iter(self._pending)))
+        work = self._pending[bucket] = self._sharded.all_gather_inplace_async(weight)
+        self._meter.record_async(Verb.GATHER, bucket, work.get_future)
+
+    def wait(self, bucket: int) -> None:
+        with self._meter.timed():
+            while bucket in self._pending:
+                self._pending.pop(next(iter(self._pending))).wait()
+
+    def unshard_async(self, bucket: int, shard: Tensor, out: Tensor, unshard_index: int | None) -> Callable[[], None]:
+        work = self._sharded.all_gather_async(shard, out)
+        self._meter.record_async(Verb.UNSHARD, unshard_index, work.get_future)
+
+        def wait() -> None:
+            with self._meter.timed():
+                work.wait()
+
+        return wait
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        with self._meter.timed():
+            return self._sharded.all_gather_ints(row)
+
+    def end_step(self) -> None:
+        for bucket in list(self._pending):
+            self.wait(bucket)
+
+
+# ---- the transport -------------------------------------------------------------------------------------------------
+
+
+def make_group_transport(
+    comm: Communicator, grad_buffers: Sequence[Tensor], spec: TransportSpec, meter: CommMeter, *, reason: str
+) -> DataTransport:
+    """The transport over process groups of all ranks of `comm`. `reason`: why not shared memory. Collective."""
+    weights: WeightGatherer
+    unsharder = None
+    if spec.rest.state == WHOLE:
+        weights = WholeWeights(comm.size)
+        grads: GradReducer = WholeReducer(
+            grad_buffers,
+            spec.buffer_indices,
+            meter,
+            all_reduce=_own if spec.is_prereduced else _all_reduce(comm, spec, meter),
+            index=comm.rank,
+            size=comm.size,
+        )
+    else:
+        sharded = ShardedCollectives(comm, range(comm.size), spec, meter)
+        grads = ShardedGroupReducer(grad_buffers, spec, meter, sharded)
+        weights = GroupWeights(sharded, meter, unshards_params=spec.rest.weight == SPLIT)
+        unsharder = weights if weights.unshards_params else None
+    sums = None
+    if spec.num_scalars:
+        sums = GroupSums(comm, range(comm.size), spec.group_name("scalars"), meter)
+    name = f"{comm.backend} ({reason})" if comm.backend == "gloo" else comm.backend
+    return DataTransport(grads, weights, ScalarReducer(spec.num_scalars, over_group=sums), name, unsharder)
+
+
+def _all_reduce(comm: Communicator, spec: TransportSpec, meter: CommMeter) -> Callable[[Tensor], Work]:
+    group = comm.get_group(range(comm.size), spec.group_name("buckets"))
+
+    def begin(flat: Tensor) -> Work:
+        meter.sent_bytes += ring_bytes(Change.ALL_REDUCE, flat, comm.size)
+        return group.all_reduce(flat)
+
+    return begin
+
+
+def single_rank_transport(reducer: WholeReducer, num_scalars: int) -> DataTransport:
+    """The transport of a rank that trains its own weights; where it is one of several, they have local steps."""
+    scalars = ScalarReducer(num_scalars)
+    return DataTransport(reducer, WholeWeights(reducer.size), scalars, "one rank, nothing to exchange")
