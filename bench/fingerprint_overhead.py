@@ -21,7 +21,7 @@ import torch
 import fourfold as ff
 from bench.measurement import describe_machine
 from bench.models import CASES, losses
-from fourfold.comm.reduce.scalars import BOARD_DEPTH, NUM_LOSS_SCALARS
+from fourfold.comm.reduce.scalars import BOARD_DEPTH
 
 NUM_RANKS, WARMUP, NUM_CALLS = 2, 4, 5000
 CALL_TEXT = "step 1000, positions 2000 to 2002 of epoch 0, seed 0"
@@ -40,13 +40,13 @@ def main() -> None:
     step = ff.parallelize(
         case.build(), losses, functools.partial(torch.optim.AdamW, lr=case.lr), ff.Plan(dp=NUM_RANKS, transport=kind)
     )
-    world = step._parts.scalars, step._calls.checker
+    scalars, calls = step._parts.scalars, step._calls.checker._world_calls
     (batch,) = case.batches(step.rank, 1)
     pairs_of_seconds = []
     for number in range(WARMUP + pairs):
         seconds = {}
         for is_checked in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if is_checked else without_fingerprints(*world):
+            with contextlib.nullcontext() if is_checked else without_fingerprints(scalars, calls):
                 begin = time.perf_counter()
                 step(batch)
                 seconds[is_checked] = time.perf_counter() - begin
@@ -54,7 +54,7 @@ def main() -> None:
     ratios = [checked / unchecked for checked, unchecked in pairs_of_seconds[WARMUP:]]
     low, _, high = quantiles(ratios, n=4)
     without = median(unchecked for _, unchecked in pairs_of_seconds[WARMUP:])
-    alone = _board_seconds(world) if kind == "shared" else _message_seconds(world)
+    alone = _board_seconds(calls) if kind == "shared" else _message_seconds(scalars)
     if step.rank == 0:
         print(describe_machine())
         print(f"{kind}: step without {without * 1e3:.1f} ms")
@@ -62,29 +62,27 @@ def main() -> None:
         print(f"publishing and comparing: {alone * 1e6:.1f} µs of CPU, {alone / without:.4%} of the step")
 
 
-def _board_seconds(world: Any) -> float:
+def _board_seconds(calls: Any) -> float:
     """Seconds to publish and compare one call in shared memory, from many in a row without waiting."""
-    check, counts = world.calls._check, [1] * NUM_RANKS
+    counts = [1] * NUM_RANKS
     for _ in range(BOARD_DEPTH):
-        world.calls.begin(CALL_TEXT)
-    world.calls.check_same()
+        calls.begin(CALL_TEXT)
+    calls.check_same()
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        world.calls.begin(CALL_TEXT)
-        check.check_begun(None)
+        calls.begin(CALL_TEXT)
+        calls.check_begun(None)
         # The other rank may be too far ahead or behind to be compared above.
-        check.board.check(check._index, lambda: counts)
+        calls._board.check(calls._host.index, lambda: counts)
     return (time.process_time() - begin) / NUM_CALLS
 
 
-def _message_seconds(world: Any) -> float:
-    """Seconds to make and compare the fingerprints of one call. The message exists anyway, and grows by 48 bytes."""
+def _message_seconds(scalars: Any) -> float:
+    """Seconds to make the fingerprint of one call. The message exists anyway, and grows by 48 bytes."""
     values = torch.zeros(4, dtype=torch.float64)
-    sums = [0.0] * NUM_LOSS_SCALARS + [1.0] * NUM_RANKS
     begin = time.process_time()
     for _ in range(NUM_CALLS):
-        world.scalars._fingerprint_check.append_fingerprint(values, CALL_TEXT)
-        world.scalars._fingerprint_check.check(sums, CALL_TEXT)
+        scalars._over_group._with_fingerprint(values, CALL_TEXT)
     return (time.process_time() - begin) / NUM_CALLS
 
 

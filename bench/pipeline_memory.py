@@ -29,7 +29,7 @@ from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.pipeline.rules.schedules import compute_actions
 from fourfold.comm.channel import MessageChannel
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
 from fourfold.step.recomputed_blocks import Recompute
@@ -86,7 +86,7 @@ def run_rank(rank: FakeRank, actions: Sequence[Action]) -> tuple[PeakMemory, lis
 def _recompute(model: nn.Module, rank: FakeRank) -> Recompute:
     """What a step installs."""
     names = [name for name, module in model.named_modules() if isinstance(module, bert.Block | Decoder)]
-    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+    alone = MessageTensorGroup(CommMeter(), torch.device("cpu"))
     return Recompute(model, names if rank.recompute != "none" else [], alone, selective=rank.recompute == "selective")
 
 

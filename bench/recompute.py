@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.planner.task_facts.fake_memory import PeakMemory
 from fourfold.step.recomputed_blocks import Recompute, recomputed_blocks
 from fourfold.tasks import lm
@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
 
 
 def make_recompute(model: nn.Module, way: str) -> Recompute:
-    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+    alone = MessageTensorGroup(CommMeter(), torch.device("cpu"))
     return Recompute(model, recomputed_blocks(model, way), alone, selective=way == "selective")
 
 

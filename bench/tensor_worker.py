@@ -21,10 +21,9 @@ from torch import Tensor
 
 from fourfold.axes.tensor.work.split_region import RowProduct
 from fourfold.comm import init
+from fourfold.comm import tensor_group as tensor_groups
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import groups as tensor_groups
-from fourfold.comm.tensor.groups import make_tensor_group
-from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_group import TensorGroup, make_tensor_group
 from fourfold.torch_kit.memory import keep_freed_memory
 
 SHARED, BUFFER, GLOO = "shared memory", "from the buffer", "gloo"

@@ -86,7 +86,7 @@ _MODULE_OF = {
     "DocumentMask": "attention",
     "Feed": "feed.feed",
     "FourfoldError": "words.errors",
-    "Metrics": "step.metrics",
+    "Metrics": "step.step_runner",
     "Mixed": "feed.mixed",
     "Pack": "feed.pack.reader",
     "Plan": "plan.plan",

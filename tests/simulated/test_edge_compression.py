@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes
 from fourfold.comm.edges import HEADER_WORDS, TensorSpec, encode
-from fourfold.comm.tensor.protocol import CALL_ROW
+from fourfold.comm.tensor_group import CALL_ROW
 from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm

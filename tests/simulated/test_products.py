@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.tensor.work.split_region import RowProduct, SplitRegion, origins
+from fourfold.comm import tensor_group as tensor_groups
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import groups as tensor_groups
-from fourfold.comm.tensor.groups import make_tensor_group
+from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.testing import threads
 
 FEATURES, OUT = 6, 8

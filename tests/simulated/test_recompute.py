@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.axes.context.work import ring
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup, make_tensor_group
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.planner.task_facts.fake_memory import PeakMemory
@@ -344,7 +343,7 @@ def test_outside_of_a_forward_the_blocks_are_the_users() -> None:
 # ---- what is kept -------------------------------------------------------------------------------------------------
 
 
-ALONE = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+ALONE = MessageTensorGroup(CommMeter(), torch.device("cpu"))
 
 
 def kept_bytes(recompute: str, *, layers: int = 4, group: TensorGroup = ALONE) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fourfold.axes.tensor.work.cross_entropy import Vocabulary, split_cross_entropy
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
-from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_group import TensorGroup, make_tensor_group
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.testing import threads
 from fourfold.testing.saved_tensors import recording_saved

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.losses import cross_entropy
 from fourfold.model.model_call import call_model
 from fourfold.plan.plan import Plan
@@ -78,7 +78,7 @@ def held_bytes(task: Task, samples: int, recompute: str) -> int:
     memory.track("known", [*model.parameters(), *model.buffers(), *batch])
     before = memory.current_bytes
     names = [f"blocks.{number}" for number in range(len(model.blocks))] if recompute != "none" else []  # type: ignore[arg-type]
-    alone = SingleRankTensorGroup(CommMeter(), torch.device("cpu"))
+    alone = MessageTensorGroup(CommMeter(), torch.device("cpu"))
     blocks = Recompute(model, names, alone, selective=recompute == "selective")
     with memory, blocks.installed() if names else contextlib.nullcontext():
         loss = task.loss(call_model(model, inputs), targets).sum()  # type: ignore[misc]

@@ -20,7 +20,7 @@ from fourfold.axes.tensor.work.layers import split_layer
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.host import LazyReducer
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.float64_mode import Float64Mode
@@ -321,7 +321,7 @@ def test_rules_that_are_no_texts_are_refused():
         ff.Task(model=language_model, loss=lm.loss, data=lambda: None, optimizer=ADAM, tensor=["up"])  # type: ignore[arg-type]
 
 
-class CountedGroup(SingleRankTensorGroup):
+class CountedGroup(MessageTensorGroup):
     """A group of one that counts its all-reduces."""
 
     def __init__(self) -> None:

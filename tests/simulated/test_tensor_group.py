@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fourfold.comm import shared_regions
+from fourfold.comm import tensor_group as tensor_groups
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor import groups as tensor_groups
-from fourfold.comm.tensor.groups import make_tensor_group
+from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.testing import threads
 from fourfold.torch_kit import memory
 from fourfold.trainer.tracer import SpanRecorder
@@ -248,7 +248,7 @@ def test_a_rank_that_never_comes_is_named_at_the_time_limit():
         time_limit_seconds=0.1,
     )
     with pytest.raises(PeerError, match="rank 7 did not arrive within"):
-        tensor_groups.TensorGroupOverSharedMemory(regions).all_reduce(torch.zeros(2))
+        tensor_groups.MemoryTensorGroup(regions).all_reduce(torch.zeros(2))
 
 
 def test_shared_memory_between_hosts_is_refused():

@@ -15,7 +15,7 @@ from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.layers import RowLinear, split_layer
 from fourfold.axes.tensor.work.split_region import LeaveTokens, SplitRegion
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.plan.plan import Plan
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.float64_mode import Float64Mode
@@ -304,7 +304,7 @@ def test_a_layer_sends_what_the_formula_says(tp, without_dry_run):
     assert (whole, split) == (8 * unit, 10 * unit + norms)
 
 
-class CountedCalls(SingleRankTensorGroup):
+class CountedCalls(MessageTensorGroup):
     """A group of one that counts its collectives."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from fourfold.axes.tensor.rules.layout import tensor_layout
 from fourfold.axes.tensor.work.cut import cut_model, local_part
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
+from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.testing import threads
 from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.words.errors import PlanError

@@ -10,7 +10,7 @@ from fourfold.axes.tensor.work.cross_entropy import Vocabulary, cross_entropy
 from fourfold.axes.tensor.work.split_logits import split_logits
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
+from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.words.errors import DivergenceError
 from tests.tensor_group_oracle import FLOATS, SHAPES, all_results, bits, expected_results, tensor_of
 

@@ -21,7 +21,7 @@ from fourfold.comm.channel import Channel
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.scalars import CallChecker
-from fourfold.comm.tensor.protocol import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
+from fourfold.comm.tensor_group import NO_DIGEST, TensorGroup, compare_calls, compare_calls_of_stages
 from fourfold.model.batch import Microbatch, split_microbatches, unpack_batch
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.objective import Objective

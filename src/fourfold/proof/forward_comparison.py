@@ -235,7 +235,7 @@ class DryRunForward(NamedTuple):
     has_writes: bool
     """Whether it wrote any state or parameter, even the value that was there already."""
     rewritten: Sequence[str]
-    """What it wrote with the values that were there: see `forward_state`."""
+    """What it wrote with the values that were there."""
     has_randomness: bool
     min_itemsize: int
     num_elements: int

@@ -32,7 +32,7 @@ from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import make_compression
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import ScalarReducer
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.model.objective import ModelLoss, Objective, UserLoss
 from fourfold.model.rank_dropout import DrawSlices, SplitDropout
@@ -202,7 +202,7 @@ def _make_rank(
         meter=meter,
         stages=map_stages(initial.model, plan.stage_spec),
         draws=DrawSlices(plan.tp),
-        split_tokens=SplitTokens(frozenset(), SplitRegion(SingleRankTensorGroup(meter, world.device))),
+        split_tokens=SplitTokens(frozenset(), SplitRegion(MessageTensorGroup(meter, world.device))),
         skeleton=initial.model,
         statistics=OwnStatistics(),
     )
@@ -244,7 +244,7 @@ def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip:
 def _find_recomputed(axes: _Axes) -> RecomputedBlocks:
     plan, group, pipeline = axes.rank.plan, axes.tensor.group, axes.pipeline
     shares_inputs = plan.recompute == "full" and not plan.sequence_parallel
-    group = group if shares_inputs else SingleRankTensorGroup(group.meter, pipeline.ranks.device)
+    group = group if shares_inputs else MessageTensorGroup(group.meter, pipeline.ranks.device)
     names = recomputed_blocks(pipeline.skeleton, plan.recompute, pipeline.stages.chain.blocks)
     return RecomputedBlocks(names, group, plan.recompute == "selective", axes.tensor.split_params)
 

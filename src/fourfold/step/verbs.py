@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from fourfold.axes.data.work.gradients import launch_complete
 from fourfold.comm.reduce.protocol import shard_addend
 from fourfold.model.objective import StageOutput
 from fourfold.step.stage import Chunk, Stage
@@ -332,7 +333,8 @@ def wait_all(step: StepState, stage: Stage) -> None:
 
 def wait_bucket(step: StepState, stage: Stage, bucket: int) -> None:
     """Wait for a bucket's reduction; the totals are known."""
-    _launch(step, stage, bucket)  # the programs of local steps have no reductions
+    if not stage.gradients.countdown.is_launched(bucket):  # as in local steps, whose programs have no reductions
+        launch_complete(stage.gradients, step.parts.scaling.sum_factor(step.grad_scale))
     factor = step.parts.scaling.sum_factor(step.grad_scale)
     assert factor is not None
     stage.reducer.wait_reduce(bucket, factor)

@@ -46,14 +46,7 @@ class GroupSums:
 
     def all_reduce_async(self, values: Tensor, call: str | None) -> Work:
         """Begin a sum; the result is a list. With a call: its wait raises DivergenceError if a rank is in another."""
-        if call is None:
-            tensor = values.to(self._device, copy=True)
-        else:
-            # One element per member behind the scalars; each fills its own, so the sum holds all fingerprints.
-            assert len(values) <= NUM_LOSS_SCALARS
-            tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
-            tensor[: len(values)] = values
-            tensor[NUM_LOSS_SCALARS + self._index] = fingerprint(call)
+        tensor = values.to(self._device, copy=True) if call is None else self._with_fingerprint(values, call)
         work = self._group.all_reduce(tensor)
 
         def wait() -> list[float]:
@@ -65,6 +58,14 @@ class GroupSums:
             return sums[: len(values)]
 
         return work._replace(wait=wait)
+
+    def _with_fingerprint(self, values: Tensor, call: str) -> Tensor:
+        """One element per member behind the scalars; each fills its own, so the sum holds all fingerprints."""
+        assert len(values) <= NUM_LOSS_SCALARS
+        tensor = torch.zeros(NUM_LOSS_SCALARS + len(self._members), dtype=torch.float64, device=self._device)
+        tensor[: len(values)] = values
+        tensor[NUM_LOSS_SCALARS + self._index] = fingerprint(call)
+        return tensor
 
     def _divergence_error(self, call: str) -> DivergenceError:
         """Raised by every member, which gather their calls for it."""

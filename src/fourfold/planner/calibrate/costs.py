@@ -32,7 +32,7 @@ from fourfold.comm.codec.registry import make_codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, make_edges
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
+from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.plan import Plan
 from fourfold.planner.calibrate.probe import Probe, make_probe

@@ -36,7 +36,7 @@ from fourfold.axes.pipeline.work.recording import Recorder, Recording
 from fourfold.axes.pipeline.work.stand_in import OUTPUT, Source, StandInUsed
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup
 from fourfold.model.model_call import call_model
 from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.planner.predict.facts import TemporaryPeak
@@ -132,7 +132,7 @@ def record_memory(fake: FakeModel, num_samples: int, recompute: str) -> MemoryRe
 
 def _recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
     """What a step installs for these blocks: see `_find_recomputed` in `step/assembly.py`."""
-    group: TensorGroup = SingleRankTensorGroup(CommMeter(), META)
+    group: TensorGroup = MessageTensorGroup(CommMeter(), META)
     if recompute == "full" and not fake.plan.sequence_parallel:
         group = fake.laid_out.group
     return Recompute(fake.model, blocks if recompute != "none" else (), group, selective=recompute == "selective")

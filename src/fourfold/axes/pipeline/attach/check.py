@@ -27,7 +27,7 @@ from fourfold.axes.pipeline.work.stand_in import BUFFER, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import attributes_of, take_apart, without_caches
 from fourfold.comm.channel import make_channel
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.tensor.protocol import CALL_ROW, CallMismatch, CheckedTensorGroup
+from fourfold.comm.tensor_group import CALL_ROW, CallMismatch, CheckedTensorGroup
 from fourfold.model.batch import Microbatch, num_samples, split_microbatches, unpack_batch
 from fourfold.model.model_call import call_model, eval_mode
 from fourfold.model.objective import Objective

@@ -22,8 +22,7 @@ from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.tensor.groups import make_tensor_group
-from fourfold.comm.tensor.protocol import SingleRankTensorGroup, TensorGroup
+from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup, make_tensor_group
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.attachment import Rank
 
@@ -47,7 +46,7 @@ class TensorAxis(NamedTuple):
     @classmethod
     def whole(cls, model: nn.Module, ranks: Communicator, meter: CommMeter) -> Self:
         """One place, which holds all of the model."""
-        group = SingleRankTensorGroup(meter, ranks.device)
+        group = MessageTensorGroup(meter, ranks.device)
         return cls({}, group, ranks, SplitRegion(group), model)
 
     @property

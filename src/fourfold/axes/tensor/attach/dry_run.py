@@ -21,7 +21,7 @@ from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights,
 from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
-from fourfold.comm.tensor.protocol import CallMismatch, CheckedTensorGroup
+from fourfold.comm.tensor_group import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model

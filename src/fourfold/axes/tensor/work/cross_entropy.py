@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_group import TensorGroup
 from fourfold.torch_kit.torch_private import are_transforms_active, is_graph_kept
 from fourfold.words.errors import Problem, TaskError
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fourfold.axes.tensor.work.cross_entropy import Vocabulary, cross_entropy, split_cross_entropy
 from fourfold.axes.tensor.work.split_region import gather_last_dim
-from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_group import TensorGroup
 from fourfold.torch_kit.dropped_arguments import restore_arguments
 from fourfold.torch_kit.torch_private import (
     DisableTorchFunctionSubclass,

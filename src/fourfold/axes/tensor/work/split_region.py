@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.comm.tensor.protocol import TensorGroup
+from fourfold.comm.tensor_group import TensorGroup
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.deferred_grads import deferral_of
 from fourfold.torch_kit.dtypes import autocast_device

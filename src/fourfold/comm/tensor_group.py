@@ -1,10 +1,18 @@
-"""Transports of tensor groups: shared memory, or messages over gloo or NCCL, and the choice between them.
+"""Tensor groups: the collectives of the tensor axis, on activations and their gradients, in memory or by messages.
 
-block     one rank's tensor of a collective, in one of two areas of its region alternately
+call      in words, such as "step 2"; a second line may have the optimizer's options. In a checked group what a rank
+          begins: a collective on a tensor of some shape and dtype, or its last one, which ends the calls
+digest    a number that goes with it, of a batch for example
+block     one rank's tensor of a collective, in one of two areas of its region alternately; its call is the collective,
+          the dtype and the bytes, equal on all ranks
 publish   put the block there, unless it was computed there, and raise PUBLISHED: its count is that of collectives
-call      what a rank calls with a block: the collective, the dtype and the bytes; equal on all ranks
 slice     the part of every block that one rank adds for all others, if blocks are large: in place of its own part
-Law: the ranks of a group choose the same, from what all of them have said of themselves.
+Law: the ranks of a group call the same collectives in the same order, within a forward or a backward, and hold bitwise
+equal results.
+Law: between processes of one host sums are added in rank order; half precision is added in float32 and rounded once.
+`out` may be one of two parts, else it shares no memory with them.
+Law: the collective that compares calls is the same for all calls. So ranks in different calls meet in it, over shared
+memory and over messages, and raise DivergenceError; those of a checked group raise CallMismatch, at the same call.
 Law: all ranks get the same bits. A ring all-reduce, gloo's and NCCL's, finishes each segment on one rank and copies it
 to the others. Where ranks add by themselves, they do so in rank order.
 
@@ -20,30 +28,110 @@ a slice overwrites only the owner's own part of it, which no rank but the owner 
 is there. That what lies before a flag is seen with the flag, `SharedRegions` explains.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fourfold.comm.collectives import Work
+from fourfold.comm.channel import Channel
+from fourfold.comm.collectives import Group, Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
+from fourfold.comm.reduce.divergence_report import divergence_error
 from fourfold.comm.shared_regions import SharedRegions, choose_regions
-from fourfold.comm.tensor.protocol import (
-    HALF,
-    Combine,
-    SingleRankTensorGroup,
-    TensorGroup,
-    add_parts,
-    compare_calls,
-    max_parts,
-)
 from fourfold.words.errors import DivergenceError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes
 
-# ---- tensor group over shared memory --------------------------------------------------------------------------------
+# ---- what a tensor group does --------------------------------------------------------------------------------------
 
+
+class TensorGroup(Protocol):
+    """This rank's view of the group. All methods but `buffer` are collective, on tensors of the same shape and dtype.
+
+    They wait, and their results are contiguous and carry no gradient. All raise PeerError if a rank has died; where
+    ranks share memory, DivergenceError if they differ in the collective, the dtype or the number of bytes.
+    """
+
+    name: str
+    size: int
+    index: int
+    meter: CommMeter
+    """That of this rank: it counts and records what the group sends and waits for."""
+
+    def meet(self, call: str) -> None:
+        """Begin a call that one rank might make alone. Raises DivergenceError, on all ranks, if others begin another.
+
+        Where ranks share memory, each collective compares; over messages, ranks in different ones would wait or die.
+        """
+        ...
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor with undefined values, for the input of the next collective, which then copies nothing.
+
+        Where ranks share memory, peers read it where it lies. It may be used until the next collective of the group.
+        """
+        ...
+
+    def num_chunks(self, num_bytes: int) -> int:
+        """Into how many chunks a product is best cut, so that the sum of one travels while the next one is computed.
+
+        1 where sums do not travel beside computation, or where so few bytes would travel slower in chunks.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks; `tensor` may be overwritten, and may be the result."""
+        ...
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum over the ranks; the returned function waits, and returns the sum.
+
+        Until then `tensor` may be neither read nor written, and the group does nothing else.
+        """
+        ...
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks, NaN where a rank has NaN; `tensor` may be overwritten or returned."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks, one behind the other along `dim`."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's equal slice along `dim` of the sum over the ranks. The size divides the dim."""
+        ...
+
+
+# ---- rank order ----------------------------------------------------------------------------------------------------
+
+Combine = Callable[[Sequence[Tensor], Tensor], None]
+HALF = (torch.bfloat16, torch.float16)
+
+
+def add_parts(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Into `out`: the sum of two parts or more."""
+    if len(parts) > 2 and out.dtype in HALF:
+        total = parts[0].to(torch.float32)
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+        return
+    torch.add(parts[0], parts[1], out=out)  # of two halves: computed in float32, by torch
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def max_parts(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Into `out`: the elementwise maximum of two parts or more, NaN where one has NaN."""
+    torch.maximum(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        torch.maximum(out, part, out=out)
+
+
+# ---- over shared memory --------------------------------------------------------------------------------------------
 
 PUBLISHED, REDUCED = range(2)  # flags
 CALL_WORD = 1  # and 2: in the line of PUBLISHED, the calls of the blocks in both areas
@@ -70,7 +158,7 @@ class _Blocks(NamedTuple):
     """The call without the collective."""
 
 
-class TensorGroupOverSharedMemory:
+class MemoryTensorGroup:
     """See `TensorGroup`."""
 
     name = "shared memory"
@@ -222,7 +310,7 @@ def _describe(call: int) -> str:
     return f"{CALL_NAMES[collective]} of {num_bytes} bytes ({DTYPES[dtype]})"
 
 
-# ---- tensor group over a process group ------------------------------------------------------------------------------
+# ---- over messages -------------------------------------------------------------------------------------------------
 
 
 # A chunk's latency must be small beside its transfer. Measured: `docs/measured-notes.md`, "Chunks of row products".
@@ -230,28 +318,34 @@ MIN_CHUNK_BYTES = 2**20
 MAX_CHUNKS = 4
 
 
-class TensorGroupOverProcessGroup:
-    """See `TensorGroup`. Made collectively by the ranks of `comm`, which are its ranks."""
+class MessageTensorGroup:
+    """See `TensorGroup`. Made collectively by the ranks of `comm`, which are its ranks; without it, of one rank."""
 
-    def __init__(self, comm: Communicator, purpose: str, meter: CommMeter) -> None:
-        self.name = comm.backend
-        self.size, self.index, self.meter, self._comm = comm.size, comm.rank, meter, comm
-        self._group = comm.get_group(range(comm.size), purpose)
+    def __init__(
+        self, meter: CommMeter, device: torch.device, comm: Communicator | None = None, purpose: str = ""
+    ) -> None:
+        self.meter, self._device, self._comm = meter, device, comm
+        self.name, self.size, self.index = ("one rank", 1, 0) if comm is None else (comm.backend, comm.size, comm.rank)
+        if comm is not None:
+            self._group: Group = comm.get_group(range(comm.size), purpose)
         self._is_busy = False
 
     def meet(self, call: str) -> None:
-        compare_calls(self, self._comm, call)
+        if self._comm is not None:
+            compare_calls(self, self._comm, call)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self._comm.device)
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def num_chunks(self, num_bytes: int) -> int:
-        return max(1, min(MAX_CHUNKS, num_bytes // MIN_CHUNK_BYTES))
+        return 1 if self.size == 1 else max(1, min(MAX_CHUNKS, num_bytes // MIN_CHUNK_BYTES))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.all_reduce_async(tensor)()
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if self.size == 1:
+            return tensor.contiguous
         total = tensor.detach().contiguous()
         result = tensor if tensor.is_contiguous() else total
         if total.numel() == 0:
@@ -268,16 +362,22 @@ class TensorGroupOverProcessGroup:
         return finish
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor.contiguous()
         parts = self._gather(tensor)
         out = torch.empty_like(parts[0])
         max_parts(parts.unbind(), out)
         return out
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        if self.size == 1:
+            return tensor.contiguous()
         parts = self._gather(tensor)
         return torch.cat(list(parts.unbind()), dim) if dim % tensor.ndim else parts.flatten(0, 1)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        if self.size == 1:
+            return tensor.contiguous()
         assert tensor.shape[dim] % self.size == 0, f"{self.size} ranks do not divide dim {dim} of {list(tensor.shape)}"
         parts = torch.stack(tensor.detach().chunk(self.size, dim))
         out = torch.empty_like(parts[0])
@@ -330,7 +430,7 @@ class TensorGroupOverProcessGroup:
         return wait
 
 
-# ---- tensor groups --------------------------------------------------------------------------------------------------
+# ---- which one -----------------------------------------------------------------------------------------------------
 
 
 def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, choice: str = "auto") -> TensorGroup:
@@ -340,7 +440,108 @@ def make_tensor_group(comm: Communicator, purpose: str, meter: CommMeter, *, cho
     """
     regions = choose_regions(comm, [range(comm.size)], meter, choice=choice)
     if regions is not None:
-        return TensorGroupOverSharedMemory(regions)
-    if comm.size == 1:
-        return SingleRankTensorGroup(meter, comm.device)
-    return TensorGroupOverProcessGroup(comm, purpose, meter)
+        return MemoryTensorGroup(regions)
+    return MessageTensorGroup(meter, comm.device, comm if comm.size > 1 else None, purpose)
+
+
+# ---- checked -------------------------------------------------------------------------------------------------------
+
+FINISHED, FAILED = -1, -2
+
+
+class CallMismatch(Exception):
+    """The ranks of a group are in different calls, or one of them has failed."""
+
+
+class CheckedTensorGroup:
+    """See `TensorGroup`: the same collectives, checked. `device`: where the ranks' calls are compared."""
+
+    def __init__(self, group: TensorGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.name, self.size, self.index, self.meter = group.name, group.size, group.index, group.meter
+        self._is_over = False
+
+    def meet(self, call: str) -> None:
+        self.agree(call)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return self._group.num_chunks(num_bytes)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.agree(_call("all_reduce", tensor))
+        return self._group.all_reduce(tensor)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Of its own: comparing the calls is a collective that comes before the one that would read it.
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.agree(_call("all_reduce", tensor))
+        return self._group.all_reduce_async(tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        self.agree(_call("all_reduce_max", tensor))
+        return self._group.all_reduce_max(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self.agree(_call(f"all_gather {dim}", tensor))
+        return self._group.all_gather(tensor, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        self.agree(_call(f"reduce_scatter {dim}", tensor))
+        return self._group.reduce_scatter(tensor, dim)
+
+    def agree(self, call: str) -> None:
+        """Begin a call. Collective. Raises CallMismatch if another rank begins a different one."""
+        self._compare(zlib.crc32(call.encode()))
+
+    def finish(self, *, has_failed: bool) -> None:
+        """End the calls of this rank, once. Collective. Raises CallMismatch if another rank is not at its end."""
+        if not self._is_over:
+            self._compare(FAILED if has_failed else FINISHED)
+            self._is_over = True
+
+    def _compare(self, code: int) -> None:
+        if self._is_over:  # Other ranks have left: nobody would answer.
+            raise CallMismatch
+        codes = self._group.all_gather(torch.tensor([code], device=self._device), 0).tolist()
+        if len(set(codes)) > 1:
+            self._is_over = True
+            raise CallMismatch
+
+
+def _call(kind: str, tensor: Tensor) -> str:
+    return f"{kind} {list(tensor.shape)} {tensor.dtype}"
+
+
+# ---- call check ----------------------------------------------------------------------------------------------------
+
+NO_DIGEST = 0
+
+CALL_ROW = 2  # elements: of the call and of the batch
+
+
+def compare_calls(group: TensorGroup, ranks: Communicator, call: str, digest: int = NO_DIGEST) -> list[int]:
+    """The digests of all ranks. Collective. Raises DivergenceError if they are in different calls.
+
+    ranks  those of the group
+    """
+    return _compare_rows(group.all_gather(_row(ranks, call, digest)[None], 0), ranks, call)
+
+
+def compare_calls_of_stages(rows: Channel, ranks: Communicator, call: str, digest: int) -> list[int]:
+    """The same of the ranks that have the stages of one model. `rows`: their exchange."""
+    return _compare_rows(torch.stack(list(rows.all_gather_rows(_row(ranks, call, digest)))), ranks, call)
+
+
+def _row(ranks: Communicator, call: str, digest: int) -> Tensor:
+    """int64 [CALL_ROW]"""
+    return torch.tensor([zlib.crc32(call.encode()), digest], device=ranks.device)
+
+
+def _compare_rows(rows: Tensor, ranks: Communicator, call: str) -> list[int]:
+    """The digests in the rows [rank, 2]. Raises DivergenceError, for which ranks in different calls tell these."""
+    calls, digests = rows.T.tolist()
+    if len(set(calls)) > 1:
+        raise divergence_error(dict(zip(ranks.ranks, ranks.all_gather_json(call), strict=True)))
+    return digests
