@@ -3,7 +3,7 @@
 lm      the language model of Fourfold, cut in the middle of its blocks: the loss of its validation text
 clicks  a small DLRM on clicks that a planted model draws, cut in its top MLP: the loss of samples that it has not seen
 excess  the loss relative to that of the same seed without compression
-Law: the edge is the runtime's own (`EdgeCompression`), between two halves of one process: `test_edge_compression.py`
+Law: the edge is the runtime's own (`Compression`), between two halves of one process: `test_edge_compression.py`
 shows that a pipeline trains so.
 
     PYTHONPATH=src:. OMP_NUM_THREADS=1 python -m bench.edge_density [lm|clicks|bytes ...] [steps=N] [width=N] [seeds=N]
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from bench.measurement import describe_machine, format_table
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes
-from fourfold.comm.edge_compression import Compression, Kept, make_compression
+from fourfold.comm.edge_compression import Compression, Kept
 from fourfold.tasks import lm, text
 
 LM_DENSITIES, CLICK_DENSITIES, SEEDS = (0.25, 0.1), (0.05,), 3
@@ -33,7 +33,7 @@ class Edge(nn.Module):
 
     def __init__(self, spec: EdgeSpec) -> None:
         super().__init__()
-        self.compression = make_compression(spec, CPU)
+        self.compression = Compression(spec, CPU)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Cross.apply(x, self.compression)

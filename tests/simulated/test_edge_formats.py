@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold.axes.pipeline.rules.edges import EDGES, EdgeSpec, edge_bytes, uses_indices
-from fourfold.comm.edge_compression import EdgeCompression, make_compression, pack_bits, unpack_bits
+from fourfold.comm.edge_compression import Compression, pack_bits, unpack_bits
 from fourfold.comm.edges import encode, specs
 from fourfold.plan.density import num_sent
 
@@ -40,7 +40,7 @@ def header_bytes(tensors: Sequence[Tensor]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(SPECS, SHAPES, st.sampled_from(FLOATS), st.integers(0, 999))
 def test_messages_have_the_bytes_of_the_formula_and_both_ends_agree(spec, shape, dtype, seed):
-    x, compression = activations(shape, dtype, seed).requires_grad_(), EdgeCompression(spec, CPU)
+    x, compression = activations(shape, dtype, seed).requires_grad_(), Compression(spec, CPU)
     sent = compression.pack([x])
     arrived = compression.unpack(list(sent.message))
     (got,) = arrived.tensors
@@ -95,7 +95,7 @@ def test_ids_masks_and_numbers_of_samples_travel_unchanged(kind):
         torch.arange(12).view(3, 4), torch.rand(3, 4) > 0.5, torch.randn(3), torch.tensor(1.5), torch.zeros(0, 4),
         torch.randn(3, 4, dtype=torch.complex64), torch.randn(3, 4),
     ]  # fmt: skip
-    compression = EdgeCompression(EdgeSpec(kind, 0.5), CPU)
+    compression = Compression(EdgeSpec(kind, 0.5), CPU)
     got = compression.unpack(list(compression.pack(tensors).message)).tensors
     assert [each.dtype for each in got] == [each.dtype for each in tensors]
     assert all(map(torch.equal, got[:-1], tensors[:-1]))
@@ -105,7 +105,7 @@ def test_ids_masks_and_numbers_of_samples_travel_unchanged(kind):
 
 def test_gradients_of_those_tensors_that_need_one_are_matched_with_them():
     x, ids, y = torch.randn(3, 8).requires_grad_(), torch.arange(3), torch.randn(2, 3, 16).requires_grad_()
-    compression = EdgeCompression(EdgeSpec("dct", 0.5), CPU)
+    compression = Compression(EdgeSpec("dct", 0.5), CPU)
     packed = compression.pack([x, ids, y])
     kept = compression.unpack(list(packed.message)).kept
     gradients = [torch.randn(3, 8), torch.randn(2, 3, 16)]
@@ -165,7 +165,7 @@ def test_dct_in_two_bytes_is_as_much_smaller_as_the_paper_allows():
 
 def test_edges_that_are_not_compressed_send_the_tensors_themselves():
     tensors = [torch.randn(2, 3)]
-    compression = make_compression(EdgeSpec(), CPU)
+    compression = Compression(EdgeSpec(), CPU)
     assert compression.pack(tensors).message is tensors
     assert compression.unpack(tensors).tensors is tensors
     assert compression.pack_gradients(tensors, ()) is tensors
@@ -173,5 +173,5 @@ def test_edges_that_are_not_compressed_send_the_tensors_themselves():
 
 
 def round_trip(spec: EdgeSpec, x: Tensor) -> Tensor:
-    compression = EdgeCompression(spec, CPU)
+    compression = Compression(spec, CPU)
     return compression.unpack(list(compression.pack([x]).message)).tensors[0]

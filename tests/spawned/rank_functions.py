@@ -185,7 +185,7 @@ def threads_of_a_group() -> list[int]:
         return stable_count(lambda: len(os.listdir("/proc/self/task")))
 
     before, comm = threads(), init.init_communicator()
-    group = comm.process_group_getter(range(comm.size), "tests")
+    group = comm.get_group(range(comm.size), "tests")._group
     counts = [threads() - before]
     del comm
     counts.append(threads() - before)

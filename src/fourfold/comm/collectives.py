@@ -7,7 +7,7 @@ Law: until `wait` has returned, a collective's input may not be written and its 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,13 @@ from fourfold.words.layout import collective_sent_bytes as layout_bytes
 # Torch 2.13 renamed these, and warns about the old names.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+"""What ranks name by its index: both ends must agree."""
 
 
 def always_done() -> bool:
@@ -35,48 +42,11 @@ class Work(NamedTuple):
     """torch's future, by which a trace learns when it ended; None where nothing is sent."""
 
 
-class Group(Protocol):
-    """Ranks that do collectives together. All but `broadcast` and `receive` return before they are done.
+class Group:
+    """Ranks that do collectives together, over a process group; `group` is called at every use.
 
-    Begun on a tensor, each waits for that tensor's new values: `out`, or `flat` without one. Raises PeerError, also
-    where it is waited for, if a rank has died.
-    """
-
-    def all_reduce(self, flat: Tensor) -> Work:
-        """Sum `flat` over the ranks, in place."""
-        ...
-
-    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
-        """Into `out`: this rank's shard of the sum of `flat`; shards are equal."""
-        ...
-
-    def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
-        """Into `out`: every rank's part for this one, in rank order; parts are equal."""
-        ...
-
-    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        """Into `out`: the shards of all ranks, in rank order."""
-        ...
-
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        """Copy rank `source`'s values into every rank's `flat`; ranks are numbered as in the communicator. Waits."""
-        ...
-
-    def send(self, flat: Tensor, target: int) -> Work:
-        """Begin to send to a rank, numbered as in the communicator; messages arrive in order."""
-        ...
-
-    def receive(self, flat: Tensor, source: int) -> None:
-        """Wait for a rank's next message, which is as long as `flat`."""
-        ...
-
-    def shift(self, flat: Tensor, tag: int) -> Work:
-        """Begin to send to the next member, the last one to the first: the result is what the one before has sent."""
-        ...
-
-
-class TorchGroup:
-    """The group over a process group of torch.distributed; `group` is called at every use.
+    All but `broadcast` and `receive` return before they are done. The result of what has begun is `out`, or `flat`
+    without one. All raise PeerError, also where they are waited for, if a rank has died.
 
     ranks      the global ranks of the communicator that the group is of; `members`: those of the group
     rank       this one's global rank
@@ -112,31 +82,39 @@ class TorchGroup:
         return Work(wait, begun[-1].is_completed, begun[-1].get_future)
 
     def all_reduce(self, flat: Tensor) -> Work:
+        """Sum `flat` over the ranks, in place."""
         return self._begin(flat, dist.all_reduce, flat)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
+        """Into `out`: this rank's shard of the sum of `flat`; shards are equal."""
         return self._begin(out, reduce_scatter, out, flat)
 
     def all_to_all(self, out: Tensor, flat: Tensor) -> Work:
+        """Into `out`: every rank's part for this one, in rank order; parts are equal."""
         return self._begin(out, dist.all_to_all_single, out, flat)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        """Into `out`: the shards of all ranks, in rank order."""
         return self._begin(out, all_gather, out, shard)
 
     def broadcast(self, flat: Tensor, source: int) -> None:
+        """Copy rank `source`'s values into every rank's `flat`; ranks are numbered as in the communicator. Waits."""
         with self._reporting():
             dist.broadcast(flat, src=self._ranks[source], group=self._group())
 
     def send(self, flat: Tensor, target: int) -> Work:
+        """Begin to send to a rank, numbered as in the communicator; messages arrive in order."""
         with self._reporting():
             work = dist.isend(flat, self._ranks[target], group=self._group())
         return self._started([work], flat)
 
     def receive(self, flat: Tensor, source: int) -> None:
+        """Wait for a rank's next message, which is as long as `flat`."""
         with self._reporting():
             dist.recv(flat, self._ranks[source], group=self._group())
 
     def shift(self, flat: Tensor, tag: int) -> Work:
+        """Begin to send to the next member, the last one to the first: the result is what the one before has sent."""
         received, group = torch.empty_like(flat), self._group()
         index, size = self._members.index(self._rank), len(self._members)
         right, left = self._members[(index + 1) % size], self._members[(index - 1) % size]

@@ -20,14 +20,14 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from fourfold.comm.collectives import Group, TorchGroup
+from fourfold.comm.collectives import Group
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.polling import wait_until
 from fourfold.comm.process_group_lifecycle import ProcessGroupRegistry
@@ -247,7 +247,7 @@ class Communicator:
         """The process group of the collectives above; None: torch's own, of all ranks."""
         if self.size == self.world.size:
             return None
-        return self.process_group_getter(range(self.size), "communicator")()
+        return self._process_groups.get_or_create("communicator", self.ranks)()
 
     def get_group(self, ranks: Sequence[int], purpose: str) -> Group:
         """The group of these ranks for one purpose. Its first call is collective among them.
@@ -260,11 +260,7 @@ class Communicator:
         """
         members = [self.ranks[rank] for rank in ranks]
         getter = self._process_groups.get_or_create(purpose, members)
-        return TorchGroup(getter, self.ranks, members, self.global_rank, self.report_dead_peers)
-
-    def process_group_getter(self, ranks: Sequence[int], purpose: str) -> Callable[[], dist.ProcessGroup | None]:
-        """Returns a function that returns torch's process group; call it at every use, and keep no group."""
-        return self._process_groups.get_or_create(purpose, [self.ranks[rank] for rank in ranks])
+        return Group(getter, self.ranks, members, self.global_rank, self.report_dead_peers)
 
 
 def host_id() -> str:

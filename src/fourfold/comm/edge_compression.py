@@ -230,52 +230,19 @@ class Unpacked(NamedTuple):
     kept: Kept = ()
 
 
-class Compression(Protocol):
-    """How messages between stages are encoded."""
-
-    def pack(self, tensors: Sequence[Tensor]) -> Packed:
-        """The message of a microbatch's activations."""
-        ...
-
-    def unpack(self, message: list[Tensor]) -> Unpacked:
-        """The activations of a message; those that need a gradient require it."""
-        ...
-
-    def pack_gradients(self, gradients: Sequence[Tensor], kept: Kept) -> Sequence[Tensor]:
-        """The message of the gradients of the activations that need one."""
-        ...
-
-    def unpack_gradients(self, message: list[Tensor], kept: Kept) -> list[Tensor]:
-        """The gradients of a message."""
-        ...
-
-
-class NoCompression:
-    """See `Compression`. Messages are their tensors."""
-
-    def pack(self, tensors: Sequence[Tensor]) -> Packed:
-        return Packed(tensors)
-
-    def unpack(self, message: list[Tensor]) -> Unpacked:
-        return Unpacked(message)
-
-    def pack_gradients(self, gradients: Sequence[Tensor], kept: Kept) -> Sequence[Tensor]:
-        return gradients
-
-    def unpack_gradients(self, message: list[Tensor], kept: Kept) -> list[Tensor]:
-        return message
-
-
-class EdgeCompression:
-    """See `Compression`. As the plan's `edge` says."""
+class Compression:
+    """How messages between stages are encoded: as the plan's `edge` says. Of kind "none" they are their tensors."""
 
     def __init__(self, spec: EdgeSpec, device: torch.device) -> None:
-        self._spec, self._device = spec, device
-        formats = {"bf16": Bfloat16, "int8": Int8, "dct": lambda: LargestOfRows(spec.density)}
+        self._spec, self._device, self._is_coded = spec, device, spec.kind != "none"
+        formats = {"none": Unchanged, "bf16": Bfloat16, "int8": Int8, "dct": lambda: LargestOfRows(spec.density)}
         self._format: TensorFormat = formats[spec.kind]()
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor]) -> Packed:
+        """The message of a microbatch's activations."""
+        if not self._is_coded:
+            return Packed(tensors)
         message = [torch.tensor(encode(specs(tensors)), device=self._device)]
         kept = []
         for tensor, spec in zip(tensors, specs(tensors), strict=True):
@@ -287,6 +254,9 @@ class EdgeCompression:
 
     @torch.no_grad()
     def unpack(self, message: list[Tensor]) -> Unpacked:
+        """The activations of a message; those that need a gradient require it."""
+        if not self._is_coded:
+            return Unpacked(message)
         header, *parts = message
         rest, tensors, kept = iter(parts), [], []
         for spec in decode(header.tolist()):
@@ -299,6 +269,9 @@ class EdgeCompression:
 
     @torch.no_grad()
     def pack_gradients(self, gradients: Sequence[Tensor], kept: Kept) -> Sequence[Tensor]:
+        """The message of the gradients of the activations that need one."""
+        if not self._is_coded:
+            return gradients
         message = []
         for gradient, (spec, mask) in zip(gradients, kept, strict=True):
             message += self._format_of(spec).encode_gradient(gradient.detach(), mask)
@@ -306,6 +279,9 @@ class EdgeCompression:
 
     @torch.no_grad()
     def unpack_gradients(self, message: list[Tensor], kept: Kept) -> list[Tensor]:
+        """The gradients of a message."""
+        if not self._is_coded:
+            return message
         rest, gradients = iter(message), []
         for spec, mask in kept:
             each = self._format_of(spec)
@@ -315,11 +291,6 @@ class EdgeCompression:
     def _format_of(self, spec: TensorSpec) -> TensorFormat:
         is_coded = self._spec.codes(spec.shape, spec.dtype.itemsize, is_float=spec.dtype.is_floating_point)
         return self._format if is_coded else UNCHANGED
-
-
-def make_compression(spec: EdgeSpec, device: torch.device) -> Compression:
-    """The compression of a plan's edges."""
-    return NoCompression() if spec.kind == "none" else EdgeCompression(spec, device)
 
 
 def _take(parts: Iterator[Tensor], count: int) -> list[Tensor]:

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.comm.collectives import Work
+from fourfold.comm.collectives import DTYPES, Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.shared_regions import SharedRegions, choose_regions
@@ -83,10 +83,6 @@ class StageEdges(NamedTuple):
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
 ALIGNMENT_BYTES = 64
 
 
@@ -341,10 +337,14 @@ def make_edges(pipeline: Communicator, meter: CommMeter, *, choice: str = "auto"
     size, edges = pipeline.size, StageEdges()
     # A rank has two neighbours: pairs that begin with an even index, then those that begin with an odd one.
     rounds = [[(start, start + 1) for start in range(parity, size - 1, 2)] for parity in range(min(2, size - 1))]
-    for pairs in rounds:
-        edges = _connect(pipeline, pairs, edges, meter, choice, purpose="edge")
+    links = [_connect(pipeline, pairs, meter, choice, "edge") for pairs in rounds]
     if is_ring:  # groups of its own: with two ranks, both edges are between the same ones
-        edges = _connect(pipeline, [(size - 1, 0)], edges, meter, choice, purpose="ring edge")
+        links.append(_connect(pipeline, [(size - 1, 0)], meter, choice, "ring edge"))
+    for link in links:
+        if link is not None:
+            is_first, sender, receiver = link
+            ends = {"to_next": sender, "from_next": receiver}
+            edges = edges._replace(**(ends if is_first else {"to_previous": sender, "from_previous": receiver}))
     return edges
 
 
@@ -352,48 +352,26 @@ def connect_pair(
     pipeline: Communicator, first: int, second: int, meter: CommMeter, *, choice: str = "auto"
 ) -> tuple[SendingEdge, ReceivingEdge] | None:
     """This rank's ends of two edges between two ranks of a pipeline; None if it is neither. Collective among all."""
-    edges = _connect(pipeline, [(first, second)], StageEdges(), meter, choice, purpose="tied")
-    ends = (edges.to_next, edges.from_next) if pipeline.rank == first else (edges.to_previous, edges.from_previous)
-    return None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
+    link = _connect(pipeline, [(first, second)], meter, choice, "tied")
+    return None if link is None else link[1:]
 
 
 def _connect(
-    pipeline: Communicator,
-    pairs: Sequence[tuple[int, int]],
-    edges: StageEdges,
-    meter: CommMeter,
-    choice: str,
-    purpose: str,
-) -> StageEdges:
-    """These edges and those of the pair that this rank is in. Collective."""
+    pipeline: Communicator, pairs: Sequence[tuple[int, int]], meter: CommMeter, choice: str, purpose: str
+) -> tuple[bool, SendingEdge, ReceivingEdge] | None:
+    """Whether this rank is the first of its pair, which sends activations, and its ends of both edges. Collective."""
     paired = {each for pair in pairs for each in pair}
     groups = [*pairs, *((each,) for each in range(pipeline.size) if each not in paired)]
     regions = choose_regions(pipeline, groups, meter, choice=choice, num_areas=NUM_SLOTS)
-    for first, second in pairs:
-        if pipeline.rank == first:
-            sender, receiver = _ends(pipeline, regions, second, meter, purpose, is_first=True)
-            edges = edges._replace(to_next=sender, from_next=receiver)
-        elif pipeline.rank == second:
-            sender, receiver = _ends(pipeline, regions, first, meter, purpose, is_first=False)
-            edges = edges._replace(to_previous=sender, from_previous=receiver)
-    return edges
-
-
-def _ends(
-    pipeline: Communicator,
-    regions: SharedRegions | None,
-    neighbour: int,
-    meter: CommMeter,
-    purpose: str,
-    *,
-    is_first: bool,
-) -> tuple[SendingEdge, ReceivingEdge]:
-    """This rank's ends of the two edges to a neighbour. `is_first`: this rank sends activations."""
+    pair = next((each for each in pairs if pipeline.rank in each), None)
+    if pair is None:
+        return None
+    index = pair.index(pipeline.rank)
     if regions is not None:
-        other = 1 if is_first else 0
-        return SharedMemorySender(regions, other), SharedMemoryReceiver(regions, other)
-    if is_first:  # both make the two groups in one order
+        return index == 0, SharedMemorySender(regions, 1 - index), SharedMemoryReceiver(regions, 1 - index)
+    neighbour = pair[1 - index]
+    if index == 0:  # both make the two groups in one order
         sender = ProcessGroupSender(pipeline, neighbour, meter, purpose)
-        return sender, ProcessGroupReceiver(pipeline, neighbour, meter, purpose)
+        return True, sender, ProcessGroupReceiver(pipeline, neighbour, meter, purpose)
     receiver = ProcessGroupReceiver(pipeline, neighbour, meter, purpose)
-    return ProcessGroupSender(pipeline, neighbour, meter, purpose), receiver
+    return False, ProcessGroupSender(pipeline, neighbour, meter, purpose), receiver

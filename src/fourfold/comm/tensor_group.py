@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fourfold.comm.channel import Channel
-from fourfold.comm.collectives import Group, Work
+from fourfold.comm.collectives import DTYPES, Group, Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.divergence_report import divergence_error
@@ -137,10 +137,6 @@ PUBLISHED, REDUCED = range(2)  # flags
 CALL_WORD = 1  # and 2: in the line of PUBLISHED, the calls of the blocks in both areas
 ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER = range(4)
 CALL_NAMES = (Change.ALL_REDUCE, "all-reduce of maxima", Change.ALL_GATHER, Change.REDUCE_SCATTER)
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
 MAX_CACHED_SHAPES = 64
 # From here on each rank adds a slice for all. With two ranks that moves more bytes, whatever the size. Measured:
 # `docs/measured-notes.md`, "Collectives of the tensor axis".

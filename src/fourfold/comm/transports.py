@@ -21,7 +21,7 @@ from fourfold.comm.host_shared_memory import (
 )
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, MessageGatherer, message_indices
-from fourfold.comm.reduce.group import WholeReducer, make_group_transport, single_rank_transport
+from fourfold.comm.reduce.group import ShardedCollectives, WholeReducer, make_group_transport, single_rank_transport
 from fourfold.comm.reduce.host import make_host_transport
 from fourfold.comm.reduce.host_memory import HostMemory, SharedMemoryLayout
 from fourfold.comm.reduce.protocol import DataTransport, GradsOfBucket, TransportSpec
@@ -33,7 +33,6 @@ from fourfold.comm.reduce.scalars import (
     WorldChannel,
     world_channel,
 )
-from fourfold.comm.reduce.sharded_collectives import ShardedCollectives
 from fourfold.comm.shared_regions import GroupPlace
 from fourfold.plan.check import host_shard_problem
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards

@@ -29,7 +29,7 @@ from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm import transports
 from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.edge_compression import make_compression
+from fourfold.comm.edge_compression import Compression
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import ScalarReducer
 from fourfold.comm.tensor_group import MessageTensorGroup
@@ -233,7 +233,7 @@ def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip:
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
-        compression=make_compression(plan.edge_spec, rank.world.device),
+        compression=Compression(plan.edge_spec, rank.world.device),
         tied=pipeline.tied,
         count_ranks=rank.world.along("pp", "dp", "cp"),
         max_norm=math.inf if clip is None else clip,

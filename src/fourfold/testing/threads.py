@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fourfold.axes.context.work.context_group import ContextGroup, connect_context
-from fourfold.comm.collectives import Work
+from fourfold.comm.collectives import Group, Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.environment.world import World
@@ -126,7 +126,7 @@ def _all_gather(outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
 COLLECTIVES = {"all_reduce": _all_reduce, "all_to_all": _all_to_all, "all_gather": _all_gather}
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One thread's view of a group of threads; see `Group`. `numbers` are those of the collectives it begins."""
 
     def __init__(self, world: _ThreadWorld, key: GroupKey, numbers: Iterator[int], comm: Communicator) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from fourfold.axes.data.rules.unshard_order import NUM_STAGING_BUFFERS
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, RestingLayouts
 from fourfold.comm.collectives import Work, sum_in_order
-from fourfold.comm.reduce.group import GradShards
+from fourfold.comm.reduce.group import GradShards, ShardedCollectives
 from fourfold.comm.reduce.host_memory import (
     BACKWARD_DONE,
     COPIED,
@@ -48,7 +48,6 @@ from fourfold.comm.reduce.host_memory import (
 )
 from fourfold.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer
 from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
-from fourfold.comm.reduce.sharded_collectives import ShardedCollectives
 from fourfold.orders.sample_order import shard_range
 from fourfold.words.layout import PARTIAL, SPLIT
 

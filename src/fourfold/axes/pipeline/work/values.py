@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.pipeline.work.stand_in import Source, UnknownValue, stand_in
-from fourfold.comm.edges import DTYPES
+from fourfold.comm.collectives import DTYPES
 from fourfold.torch_kit.tensor_tree import is_plain
 
 Described = tuple[Any, ...]
