@@ -67,19 +67,17 @@ class Group:
     def _begin(self, out: Tensor, begin: Callable[..., dist.Work | None], *tensors: Tensor) -> Work:
         with self._reporting():
             work = begin(*tensors, group=self._group(), async_op=True)
-        return self._started([work], out)
+        return self._started(work, out)
 
-    def _started(self, works: Sequence[dist.Work | None], out: Tensor) -> Work:
-        begun = [work for work in works if work is not None]
-        assert len(begun) == len(works)
+    def _started(self, work: dist.Work | None, out: Tensor) -> Work:
+        assert work is not None
 
         def wait() -> Tensor:
             with self._reporting():
-                for work in begun:
-                    work.wait()
+                work.wait()
             return out
 
-        return Work(wait, begun[-1].is_completed, begun[-1].get_future)
+        return Work(wait, work.is_completed, work.get_future)
 
     def all_reduce(self, flat: Tensor) -> Work:
         """Sum `flat` over the ranks, in place."""
@@ -106,7 +104,7 @@ class Group:
         """Begin to send to a rank, numbered as in the communicator; messages arrive in order."""
         with self._reporting():
             work = dist.isend(flat, self._ranks[target], group=self._group())
-        return self._started([work], flat)
+        return self._started(work, flat)
 
     def receive(self, flat: Tensor, source: int) -> None:
         """Wait for a rank's next message, which is as long as `flat`."""
@@ -123,8 +121,15 @@ class Group:
             dist.P2POp(dist.irecv, received, left, group=group, tag=tag),
         ]
         with self._reporting():
-            works = dist.batch_isend_irecv(operations)
-        return self._started(works, received)
+            works = dist.batch_isend_irecv(operations)  # one over NCCL, which joins them
+
+        def wait() -> Tensor:
+            with self._reporting():
+                for work in works:
+                    work.wait()
+            return received
+
+        return Work(wait, works[-1].is_completed)
 
 
 def all_gather_rows(group: Group, row: Tensor, *, size: int) -> Sequence[Tensor]:

@@ -120,7 +120,9 @@ class HostMemory:
         self.index, self.ranks, self.size = place.index, place.ranks, place.size
         self.check_calls, self._check_peers, self._time_limit_seconds = check_calls, check_peers, time_limit_seconds
         self._words = memoryview(mapping).cast("B").cast("q")
-        self._region_words = layout.region_bytes // 8
+        region_words = layout.region_bytes // 8
+        self._starts = range(0, self.size * region_words, region_words)
+        """By rank: the first word of its region."""
         self.counts = [0] * NUM_FLAGS
         """This rank's own counts."""
 
@@ -129,16 +131,17 @@ class HostMemory:
     def increment(self, flag: int) -> None:
         """Raise this rank's flag by one: what the flag stands for is done."""
         self.counts[flag] += 1
-        self._words[self.index * self._region_words + flag * FLAG_STRIDE] = self.counts[flag]
+        self._words[self._starts[self.index] + flag * FLAG_STRIDE] = self.counts[flag]
 
     def read_all(self, flag: int) -> list[int]:
         """The flag's counts, one per rank of the host."""
-        words, stride, start = self._words, self._region_words, flag * FLAG_STRIDE
-        return [words[peer * stride + start] for peer in range(self.size)]
+        words, offset = self._words, flag * FLAG_STRIDE
+        return [words[start + offset] for start in self._starts]
 
     def min(self, flag: int) -> int:
         """How far the slowest rank is."""
-        return min(self.read_all(flag))
+        words, offset = self._words, flag * FLAG_STRIDE
+        return min([words[start + offset] for start in self._starts])
 
     def wait(self, flag: int, count: int) -> None:
         """Wait until every rank's flag has reached `count`."""
