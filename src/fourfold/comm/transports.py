@@ -207,7 +207,8 @@ def _make_shared_memory(links: _Links, spec: TransportSpec, host: _Host) -> tupl
         return None, reason
     between_hosts = scalars_between_hosts = None
     if len(host.hosts) > 1:
-        between_hosts = ShardedCollectives(comm, host.same_index, spec._replace(num_shards=num_host_shards), meter)
+        host_spec = spec._replace(num_shards=num_host_shards)
+        between_hosts = ShardedCollectives(comm, host.same_index, host_spec, meter, joins_hosts=True)
         if spec.num_scalars:
             scalars_between_hosts = host.sums_between_hosts(comm, spec.group_name("data scalars"), meter)
     transport = make_host_transport(

@@ -218,15 +218,27 @@ class ShardedCollectives:
     replica_index  which of those that hold all shards this rank is one of
     """
 
-    def __init__(self, comm: Communicator, members: Sequence[int], spec: TransportSpec, meter: CommMeter) -> None:
-        """`spec.num_shards` neighbouring members hold all shards among them; None: all members."""
+    def __init__(
+        self,
+        comm: Communicator,
+        members: Sequence[int],
+        spec: TransportSpec,
+        meter: CommMeter,
+        *,
+        joins_hosts: bool = False,
+    ) -> None:
+        """`spec.num_shards` neighbouring members hold all shards among them; None: all members.
+
+        joins_hosts  members are one of each host: they also sum whole tensors, and broadcast them
+        """
         self._communicator, self._meter, self._leader = comm, meter, members[0]
         self.num_members = len(members)
         self.size = spec.num_shards or len(members)
         self._shard_groups = ShardGroups(self.size, len(members) // self.size)
         index = list(members).index(comm.rank)
         self.index, self.replica_index = index % self.size, index // self.size
-        self._group = comm.get_group(members, spec.group_name("buckets"))
+        if joins_hosts:
+            self._group = comm.get_group(members, spec.group_name("buckets"))
         if self.size > 1:
             replica = members[index - self.index : index - self.index + self.size]
             self._reduce_group, self._gather_group = (comm.get_group(replica, name) for name in ("buckets", "weights"))
