@@ -8,13 +8,12 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.output import print_text
-from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.cli.output import print_text, write_file
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.field import Field, read_words
 from fourfold.words.run_files import LOG_FILE, RUNS_DIR
 from fourfold.words.units import Dimension
@@ -73,9 +72,12 @@ def run_bench(words: Sequence[str]) -> int:
         print_text(format_result(results[-1]) + "\n")
     if len(results) > 1:
         print_text(format_sweep(results) + "\n")
-    _write(Path(page), render_feed_bench(results))
+    files = {page: render_feed_bench(results)}
     if json_file is not None:
-        _write(Path(json_file), json.dumps([each.to_json() for each in results], indent=1) + "\n")
+        files[json_file] = json.dumps([each.to_json() for each in results], indent=1) + "\n"
+    for path, text in files.items():
+        write_file(Path(path), text, where=WHERE)
+        print_text(f"wrote {path}")
     return 1 if any(each.passes is False for each in results) else 0
 
 
@@ -136,19 +138,9 @@ def _compute_seconds(text: str) -> tuple[Any, str]:
     if log is None:
         problem = Problem(f"compute = {text}", "seconds above 0, or the folder of a run", "compute=0.2")
         raise SettingError(problem, where=WHERE)
-    from fourfold.report.run_record import read_log
+    from fourfold.cli.plan.run import median_step_seconds
 
-    steps = [line["seconds"] for line in read_log(log) if "loss" in line and "step" in line]
-    if len(steps) < 2:
-        raise SettingError(Problem(f"{log}: {len(steps)} steps", "at least 2, of which the first is left out"))
-    return Seconds((statistics.median(steps[1:]),)), f"rank of {log.parent.name}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        got = f"{path} could not be written: {os_error_text(error)}"
-        raise SettingError(Problem(got, "a place that can be written to", "another PATH"), where=WHERE) from None
-    print_text(f"wrote {path}")
+    seconds = median_step_seconds(log)
+    if seconds is None:
+        raise SettingError(Problem(f"{log}: no steps", "a run with steps"), where=WHERE)
+    return Seconds((seconds,)), f"rank of {log.parent.name}"

@@ -70,18 +70,14 @@ def _train(prepared: job.Job, world: World | None) -> None:
     try:
         result = run(prepared.task, prepared.plan, callbacks=prepared.callbacks, report=progress, **prepared.settings)
         if result.folder is not None:
-            if (world is None or world.local_size == world.size) and (line := _predict(prepared, result.folder)):
-                progress.print_message(line)
+            if world is None or world.local_size == world.size:
+                from fourfold.cli.plan.run import record_prediction  # not earlier: it imports the planner
+
+                if line := record_prediction(prepared, result.folder):
+                    progress.print_message(line)
             progress.print_message(_write_report(result.folder))
     finally:
         progress.close()
-
-
-def _predict(prepared: job.Job, folder: Path) -> str | None:
-    """Write what the run's plan was predicted to take; returns the line to print, None where nothing was measured."""
-    from fourfold.cli.plan.run import record_prediction
-
-    return record_prediction(prepared, folder)
 
 
 def _write_report(folder: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import sigint
 from fourfold.cli.launch import can_fork, import_once, launch, print_error, run_in_copy, set_launch_variables
-from fourfold.cli.output import print_text
+from fourfold.cli.output import print_text, write_file
 from fourfold.cli.plan.arguments import PLAN_AUTO, training_words, wants_plan
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
@@ -258,18 +258,9 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     if page is None:
         print_text(text)
     else:
-        print_text(_write_page(page, render_plan(ready.plan, text)))
+        write_file(Path(page), render_plan(ready.plan, text), where="fourfold show")
+        print_text(page)
     return 0
-
-
-def _write_page(page: str, html: str) -> str:
-    """Write a page; returns its path. Raises SettingError."""
-    try:
-        Path(page).write_text(html, encoding="utf-8")
-    except OSError as error:
-        problem = Problem(f"--html {page}: {os_error_text(error)}", "a file that can be written", "--html plan.html")
-        raise SettingError(problem, where="the command line") from None
-    return page
 
 
 def verify(words: Sequence[str], processes: str | None) -> int:

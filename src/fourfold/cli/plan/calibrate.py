@@ -60,7 +60,7 @@ def calibrate(
     """
     from fourfold.planner.calibrate.machine import check_quiet, this_machine
 
-    job.parse_job([*words, *_as_many_ranks(num_ranks)], has_run_dir=False)
+    job.parse_job([*words, f"dp={num_ranks}"], has_run_dir=False)
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
     load = os.getloadavg()[0] if is_forced else check_quiet()
     path = calibration_path(machine, key)
@@ -129,11 +129,6 @@ def format_calibrated(calibrated: Calibrated) -> list[str]:
     return [*lines, f"not stored in {path}: {unstored}" if unstored else f"stored in {path}"]
 
 
-def _as_many_ranks(num_ranks: int) -> list[str]:
-    """Words with which a command line without a plan has as many ranks."""
-    return [f"dp={num_ranks}"]
-
-
 def main(request: str, result: str, words: Sequence[str]) -> None:
     """One rank."""
     from fourfold.comm import init
@@ -143,7 +138,7 @@ def main(request: str, result: str, words: Sequence[str]) -> None:
     world = from_environment()
     assert world is not None
     machine, load, is_forced = json.loads(Path(request).read_text(encoding="utf-8"))
-    prepared = job.parse_job([*words, *_as_many_ranks(world.size)], num_processes=world.size, has_run_dir=False)
+    prepared = job.parse_job([*words, f"dp={world.size}"], num_processes=world.size, has_run_dir=False)
     ranks = init.init_communicator()
     conditions = Conditions(MachineIdentity(*machine), load, is_forced)
     source = TaskFacts(prepared.task)

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.cli.output import print_text
+from fourfold.cli.output import print_text, write_file
 from fourfold.cli.plan.arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
 from fourfold.cli.run import check_named_files
-from fourfold.environment.atomic_file import write_atomically
 from fourfold.planner.plan_text import best_baseline
 from fourfold.planner.predict.clusters import read_table
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Decision
-from fourfold.words.errors import Problem, SettingError, os_error_text
+from fourfold.words.errors import Problem, SettingError
 from fourfold.words.units import format_bytes, format_count, format_step_seconds
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_pages import render_decision
 
-        write_file(Path(page), render_decision(decision, workload))
+        write_file(Path(page), render_decision(decision, workload), where=WHERE)
         lines.append(f"page   {page}")
     if lines:
         print_text("\n" + "\n".join(lines))
@@ -144,17 +143,8 @@ def _write_plan(out: Path | None, chosen: Prediction, measured: float | None, qu
     head = f"# fourfold plan: {question.task}, {question.machine.text}\n"
     head += f"# predicted: {format_step_seconds(chosen.seconds)} a step, {format_bytes(chosen.memory.total)} a rank\n"
     head += "" if measured is None else f"# measured: {format_step_seconds(measured)} a step\n"
-    write_file(out, head + chosen.plan.to_toml())
+    write_file(out, head + chosen.plan.to_toml(), where=WHERE)
     return [f"plan   {out}, for fourfold train {question.task} {out}" if question.is_task else f"plan   {out}"]
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file whole. Raises SettingError where that is not possible."""
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        got = f"{path} could not be written: {os_error_text(error)}"
-        raise SettingError(Problem(got, "a place that can be written to", "another path"), where=WHERE) from None
 
 
 def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
@@ -172,7 +162,7 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
     if (page := arguments.value("html")) is not None:
         from fourfold.report.plan_pages import render_curves
 
-        write_file(Path(page), render_curves(curves, title="What if", under=head))
+        write_file(Path(page), render_curves(curves, title="What if", under=head), where=WHERE)
         print_text(f"\npage   {page}")
     return 0
 

@@ -171,8 +171,11 @@ class Questions:
         is_formula = task.words is None
         if is_formula and not ("precision" in ask.pinned or "precision" in ask.requested):
             ask = ask.with_changes(precision=machine.mixed_precision)
-        batch = next((word for word in arguments.others if word.startswith(f"{BATCH}=")), None)
-        source = task.source if batch is None else ResizedSource(task.source, parse_batch(batch))
+        key = f"{BATCH}="
+        batch = next((word.removeprefix(key) for word in arguments.others if word.startswith(key)), None)
+        source = task.source
+        if batch is not None:
+            source = ResizedSource(source, BATCH_SIZE.read(BATCH, batch, where=WHERE))
         seconds = arguments.value("search_seconds", SEARCH_SECONDS)
         seconds = math.inf if seconds is None else seconds
         return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress, seconds)
@@ -180,7 +183,7 @@ class Questions:
     def _task(self, arguments: PlanArguments) -> TaskSource:
         words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
         if words not in self._sources:
-            self._sources[words] = gpt_task(words) if arguments.name == GPT else trained_task(words)
+            self._sources[words] = _gpt_task(words) if arguments.name == GPT else trained_task(words)
         return self._sources[words]
 
     def _machine(self, arguments: PlanArguments, task: TaskSource, ask: Ask) -> Machine:
@@ -211,11 +214,6 @@ def _size_of(ask: Ask) -> int | None:
     return math.prod(sizes.values()) if "dp" in sizes else None
 
 
-def parse_batch(word: str) -> int:
-    """The batch in `batch_size=…`. Raises SettingError."""
-    return BATCH_SIZE.read(BATCH, word.partition("=")[2], where=WHERE)
-
-
 def trained_task(words: Sequence[str]) -> TaskSource:
     """The task that the words name. Raises FourfoldError."""
     from fourfold.planner.task_facts.source import TaskFacts
@@ -237,7 +235,7 @@ def with_batch_size(task: Task, name: str) -> Task:
     return dataclasses.replace(task, batch_size=with_sizes(make_settings(task), task, data).batch_size)
 
 
-def gpt_task(words: Sequence[str]) -> TaskSource:
+def _gpt_task(words: Sequence[str]) -> TaskSource:
     """The GPT that the words describe: a recipe among them is for the ask. Raises FourfoldError."""
     return TaskSource(*gpt_source([word for word in words if not word.startswith(RECIPE_PREFIX)]), None)
 
