@@ -265,7 +265,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
         if rule is None:
             close = closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
-        else:
+        elif not rule.accepts(value) or rule.supported is not None:  # most are legal, of many thousands of plans
             problems += rule.problems(name, value, none="none")
     cp, ulysses = values.get("cp", 1), values.get("ulysses", 1)
     if (
