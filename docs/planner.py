@@ -7,6 +7,7 @@ Law: every block is an action of the file; nothing is drawn by hand.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ from fourfold.plan.simulate import Timeline
 from fourfold.planner.predict.comparison import timeline_by_rank
 from fourfold.planner.predict.prediction import decode_prediction
 from fourfold.report.step_timeline import measured_timeline, median_step
-from fourfold.report.svg import axis_ticks, format_ticks
 from fourfold.trace.trace_file import decode_trace
 from fourfold.words.trace_events import COMPUTE_LANE, SEND_LANE
 
@@ -81,8 +81,10 @@ def _rows(rows: list[tuple[str, str, list[Any]]], scale: float) -> Iterator[str]
 
 def _axis(end: float, scale: float, height: float) -> Iterator[str]:
     y = height - 18
-    ticks = axis_ticks(0, end, 8)
-    for tick, text in zip(ticks, format_ticks(ticks), strict=True):
+    power = 10 ** math.floor(math.log10(end / 8))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 8 >= end)
+    for number in range(int(end / step) + 1):
+        tick, text = number * step, f"{number * step:g}"
         x = LEFT + tick * scale
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{y - 14}" class="grid"/>'
         yield _text(x, y, "s m", text if tick else "0 ms")

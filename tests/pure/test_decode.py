@@ -22,12 +22,12 @@ from fourfold.plan.decode import (
     read_bounded,
 )
 from fourfold.plan.plan import Plan
-from fourfold.report import cards, page
-from fourfold.report.run_record import ReportError
+from fourfold.report import page
+from fourfold.report.run_record import ReportError, read_faults
 from fourfold.trace.trace_file import decode_trace
 from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.words.errors import CheckpointError, FourfoldError, PlanError
-from tests.pure.test_report import make_run
+from tests.report_data import make_run
 
 # The decoders fail at about 1,000 levels by themselves; code that walks through decoded values fails earlier.
 DEPTHS = [MAX_DEPTH + 1, 900, 100_000]
@@ -161,7 +161,7 @@ def test_a_trace_whose_program_is_not_text_is_refused(program):
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_deeply_nested_fault_is_counted(depth, tmp_path):
     (tmp_path / FAULTS_FILE).write_text(f'{{"time": 1, "kind": "x", "step": 1, "later": {lists(depth)}}}\n')
-    found = cards.read_faults(tmp_path)
+    found = read_faults(tmp_path)
     assert len(found.faults) + found.num_unreadable == 1
     assert found.num_unreadable == (depth > 1000)
 

@@ -1,12 +1,19 @@
 """Laws of the page's colours: told apart in normal, deutan and protan vision, on light and on dark."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 
-from fourfold.report.style import CURVES, DARK, DRAWN, LIGHT
+from fourfold.report import document, plan_pages, step_timeline
+from fourfold.words.program import Verb
 
+PAGE = document.PAGE.read_text(encoding="utf-8")
+BOTH = re.findall(r":root \{.*?\}", PAGE, re.DOTALL)
+LIGHT, DARK = (dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", colours)) for colours in BOTH)
+DRAWN = [name.removeprefix("on-") for name in LIGHT if name.startswith("on-")]
+CURVES = re.findall(r"\w+", PAGE.partition("CURVES = [")[2].partition("]")[0])
 # Full dichromacy on linear RGB: Machado, Oliveira & Fernandes, "A physiologically-based model for simulation of color
 # vision deficiency", 2009, table 1.
 DEUTAN = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]])
@@ -66,5 +73,9 @@ def test_texts_are_legible(colours):
     assert too_faint == set()
 
 
-def test_both_schemes_define_the_same_colours():
+def test_both_schemes_define_the_same_colours_and_every_verb_and_term_has_one():
     assert set(LIGHT) == set(DARK)
+    assert set(step_timeline.VERB_STYLES) == set(Verb)
+    styles = {*step_timeline.VERB_STYLES.values(), *plan_pages.TERM_STYLES.values()}
+    assert styles | {style for _, style in plan_pages.STYLES.values()} <= set(DRAWN)
+    assert {*step_timeline.BAR_STYLES.values(), *CURVES} <= set(LIGHT)

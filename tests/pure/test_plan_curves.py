@@ -1,16 +1,14 @@
 """Laws of what if: every value has its point, and efficiency is the rate of a device over that of the first point."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows, format_curves
-from fourfold.report.plan_pages import render_curves
+from fourfold.report.plan_pages import describe_curves
 from tests.decision_cases import WORKLOAD, prediction
-from tests.pure.test_report import parse_html, visible_text
+from tests.report_data import parts, visible_text
 
 
 def point(devices: int, seconds: float) -> Point:
@@ -52,12 +50,12 @@ def test_the_page_has_every_number_of_the_text_and_draws_every_point():
         Curve(DEVICES, "strong scaling", (point(2, 0.5), point(4, 0.3), NOTHING)),
         Curve(DEVICES, "weak scaling", (point(2, 0.5), point(4, 0.6))),
     ]
-    html = render_curves(curves, title="What if", under="lm")
-    page = visible_text(html)
+    data = describe_curves(curves, title="What if", under="lm")
+    page = visible_text(data)
     for curve in curves:
         for row in curve_rows(curve):
             assert all(cell in page for cell in row)
-    drawn = [json.loads(node.get("data-series") or "") for node in parse_html(html).iter() if node.get("data-series")]
+    drawn = [part["series"] for part in parts(data) if part["kind"] == "lines"]
     assert [[len(each["points"]) for each in series] for series in drawn] == [[2, 2], [2, 2]]
 
 
@@ -66,7 +64,6 @@ def test_an_axis_in_bytes_is_drawn_in_its_unit():
     curve = Curve(
         "memory", "by memory", (point(2, 0.5)._replace(value=8 * gib), point(2, 0.4)._replace(value=16 * gib))
     )
-    html = render_curves([curve], title="What if", under="lm")
-    series = [json.loads(node.get("data-series") or "") for node in parse_html(html).iter() if node.get("data-series")]
-    assert [x for x, _ in series[0][0]["points"]] == [8.0, 16.0]
-    assert "memory of a device, GiB" in visible_text(html)
+    drawn = next(parts(describe_curves([curve], title="What if", under="lm")))
+    assert [x for x, _ in drawn["series"][0]["points"]] == [8.0, 16.0]
+    assert drawn["x"] == "memory of a device, GiB"

@@ -9,12 +9,12 @@ from fourfold.plan.simulate import TimedAction
 from fourfold.planner.predict.comparison import by_category, compare_prediction, is_of_plan, timeline_by_rank
 from fourfold.planner.predict.prediction import Prediction, RecordedPrediction, encode_prediction
 from fourfold.report import run_record
-from fourfold.report.page import render_run
+from fourfold.report.page import describe_run
 from fourfold.trace.cost import measure_costs
 from fourfold.words.program import Action, Verb
 from tests.decision_cases import BEST, prediction
-from tests.pure.test_report import make_run, visible_text
 from tests.recorded_traces import trace
+from tests.report_data import make_run, visible_text
 
 TIMES = (
     (Verb.FORWARD, 0, 0.0, 1.25),
@@ -63,16 +63,16 @@ def test_a_prediction_of_another_plan_is_not_shown():
 def test_the_report_sets_predicted_beside_measured(tmp_path):
     run = make_run(tmp_path / "run")
     plan = Plan.from_toml((run / "plan.toml").read_text())
-    without = visible_text(render_run(run_record.read_run(run)))
+    without = visible_text(describe_run(run_record.read_run(run)))
     assert "predicted" not in without.lower()
     recorded = RecordedPrediction(dataclasses.replace(predicted(), plan=plan), "this machine, as measured")
     (run / "prediction.json").write_bytes(encode_prediction(recorded))
     record = dataclasses.replace(run_record.read_run(run), trace=trace())
-    text = visible_text(render_run(record))
+    text = visible_text(describe_run(record))
     assert "One step, predicted and measured" in text
     assert "with this machine, as measured" in text
     for cell in ("1250.000", "1000.000", "+250.000"):
         assert cell in text
     other = dataclasses.replace(recorded, prediction=dataclasses.replace(recorded.prediction, plan=Plan(dp=64)))
     (run / "prediction.json").write_bytes(encode_prediction(other))
-    assert "predicted" not in visible_text(render_run(run_record.read_run(run))).lower()
+    assert "predicted" not in visible_text(describe_run(run_record.read_run(run))).lower()

@@ -1,4 +1,4 @@
-"""Laws of the report: well-formed, self-contained, escaped, and every figure of the run in it."""
+"""Laws of the report's data: every value logged is there, once, exactly; it is told apart from what is unknown."""
 
 import dataclasses
 import itertools
@@ -6,35 +6,48 @@ import json
 import re
 import resource
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.report import charts, html_page, page, run_record, step_timeline, svg
-from fourfold.report.page import key_figures
-from fourfold.report.style import CSS
+from fourfold.report import document, page, run_record, step_timeline
+from fourfold.report.document import Series
+from fourfold.report.page import Figure, compare_runs, describe_run, key_figures
+from fourfold.report.run_record import Faults, MemoryRecord, read_faults, read_run
 from fourfold.step.step_runner import Metrics
-from fourfold.trace.trace_file import Event, Trace, encode_trace
+from fourfold.trace.trace_file import Event, Trace
 from fourfold.trainer import progress
+from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.meters import Throughput
 from fourfold.words.measures import num_units
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace
+from tests.report_data import NASTY, curves, log, make_run, parts, rows, titles, visible_text
 
-NASTY = "<b>&\"'</script>"
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: round(value, 6))
-
-
-def parse_html(html: str) -> ElementTree.Element:
-    return ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))
-
-
-def visible_text(html: str) -> str:
-    return " ".join("".join(parse_html(html).itertext()).split())
+RESTART = {
+    "time": 1795260000.5,
+    "kind": "restart",
+    "step": 3,
+    "rank": 1,
+    "host": "alpha",
+    "text": NASTY,
+    "seconds": 4.2,
+}
+SKIPPED = {"time": 1795260060.0, "kind": "skipped step", "step": 5, "rank": None, "host": None, "text": "NaN"}
+MEMORY = {
+    "step": 6,
+    "predicted": {"weights": 2.0**20, "states": 2.0**21},
+    "ranks": [
+        {"kept_bytes": 4 * 2**20, "peak_bytes": 5 * 2**20, "before_bytes": 2**20, "device_bytes": None},
+        {"kept_bytes": 6 * 2**20, "peak_bytes": 7 * 2**20, "before_bytes": None, "device_bytes": None},
+    ],
+}
 
 
 @pytest.fixture
@@ -42,21 +55,19 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "first")
 
 
-def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int | None = 2048) -> Path:
-    folder.mkdir()
-    (folder / "plan.toml").write_text(Plan(dp=2).to_toml(defaults=True))
-    versions = {"fourfold": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
-    settings = {"task": task, "steps": 6, "batch_size": 8, "clip": None, "transport": "shared memory"}
-    (folder / "settings.json").write_text(json.dumps({**settings, "versions": versions, "cores": 2}))
-    times = {"seconds": 0.5, "waiting_seconds": 0.125, "data_seconds": 0.25}
-    lines = [{"step": n, "loss": loss - 0.1 * n, "samples": 8, "tokens": tokens, **times} for n in range(1, 7)]
-    valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
-    unit = "tokens" if tokens else "samples"
-    finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": unit, "valid": valid["valid"]}
-    rows = [*lines, valid, finished]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "trace.json").write_bytes(encode_trace(trace(late=1.0)))
+def described(*folders: Path) -> dict[str, Any]:
+    records = [read_run(folder) for folder in folders]
+    return describe_run(records[0]) if len(records) == 1 else compare_runs(records)
+
+
+def evaluated(folder: Path, **measures: list[float | None]) -> Path:
+    """The run with so many evaluations, every second step."""
+    for number, values in enumerate(zip(*measures.values(), strict=True)):
+        log(folder, {"step": 2 * number + 2, "valid": dict(zip(measures, values, strict=True))})
     return folder
+
+
+# ---- files
 
 
 def test_a_page_that_the_disk_does_not_take_leaves_the_one_before(run):
@@ -72,12 +83,39 @@ def test_a_page_that_the_disk_does_not_take_leaves_the_one_before(run):
     assert sorted(run.iterdir()) == files
 
 
-def test_a_page_is_well_formed_and_self_contained(run):
-    html = page.write_report([run]).read_text()
-    root = parse_html(html)
-    assert not re.search(r"(src|href)=|url\(|@import|fetch\(|XMLHttp|import\(", html)
-    assert {node.tag.split("}")[-1] for node in root.iter()} >= {"svg", "table", "style", "title"}
-    assert "prefers-color-scheme: dark" in html
+def test_missing_files_are_reported_all_at_once(run):
+    (run / "plan.toml").unlink()
+    (run / "settings.json").unlink()
+    with pytest.raises(run_record.ReportError, match=r"(?s)2 problems.*need a file that fourfold train writes"):
+        page.write_report([run])
+
+
+def test_a_missing_run_is_reported_with_the_closest_name(run):
+    with pytest.raises(run_record.ReportError, match="try fourfold report first"):
+        run_record.find_run("frist", parent=run.parent)
+    assert run_record.find_run("first", parent=run.parent) == run
+
+
+def test_a_line_of_memory_that_is_none_is_refused(run):
+    log(run, {"memory": {"step": 3, "ranks": [{"kept_bytes": "much"}]}}, {"step": 7, "valid": {}})
+    with pytest.raises(run_record.ReportError, match="a line of a run's log"):
+        page.write_report([run])
+
+
+@given(text=st.text(), number=st.floats(-1e300, 1e300))
+@example(text=NASTY + "\x1b[31m\x00\ud800", number=1.0)
+def test_a_page_is_the_static_file_with_data_that_reads_back_and_ends_no_element(text, number):
+    data = document.document(text, text, [document.card(text, document.values({text: number}))])
+    html = document.render(data)
+    before, after = document.render({"cards": []}).split('{"cards":[]}')
+    inner = html.removeprefix(before).removesuffix(after)
+    assert len(inner) == len(html) - len(before) - len(after)
+    assert "<" not in inner
+    assert json.loads(inner)["cards"][0]["parts"][0]["rows"] == [[document.escape_controls(text), str(number)]]
+    assert not re.search(r"(src|href)=|url\(|@import|import\(", before + after)
+
+
+# ---- figures and what a run was made of
 
 
 def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_task(run):
@@ -86,45 +124,127 @@ def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_ta
     for _ in range(6):
         throughput.add_step(num_units("samples", metrics.tokens, metrics.samples), metrics)
     line = throughput.progress_line(6, num_steps=6, unit="samples")
-    assert line.waiting_fraction == run_record.read_run(run).waiting_fraction() == 0.25
+    assert line.waiting_fraction == read_run(run).waiting_fraction() == 0.25
     assert throughput.num_units == 6 * 8
 
 
-def test_every_key_figure_is_on_the_page(run):
-    text = visible_text(page.write_report([run]).read_text())
-    for figure in (
-        "2.3457",
-        "3.3841",
-        "3.78 k",
-        "25.0 %",
-        "0:03",
-        "shared memory",
-        "2.13.0",
-        "bucket_bytes",
-        "2 ranks",
-    ):
-        assert figure in text
-    assert {"time", "waiting"} <= {each.name for each in key_figures(run_record.read_run(run))}
-    assert "training time, s" in text
-    for part in ("Loss", "Throughput", "Time by action", "One step, measured and simulated", "Settings", "Plan"):
-        assert part in text
+def test_every_key_figure_setting_and_plan_field_is_on_the_page(run):
+    text = visible_text(described(run))
+    fields = [field.name for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None]
+    figures = ["2.3457", "3.3841", "3.78 k", "25.0 %", "0:03", "shared memory", "2.13.0", "2 ranks"]
+    assert [each for each in (*fields, *figures, "training time, s") if each not in text] == []
+    assert {"time", "waiting"} <= {each.name for each in key_figures(read_run(run))}
 
 
-def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
-    html = page.write_report([run]).read_text()
-    text = visible_text(html)
-    for name in ("rank 0 compute", "rank 0 data", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"):
-        assert name in text
-    rows = [row for row in parse_html(html).iter("tr") if (row[0].text or "").startswith("rank ")]
-    assert len(rows) == 14  # seven actions on each of two ranks
-    assert text.count("U0.1") >= 4
+def test_the_task_s_arguments_stand_apart_from_the_settings(run):
+    settings = json.loads((run / "settings.json").read_text())
+    arguments = {"width": 128, "data": NASTY, "dropout": None}
+    (run / "settings.json").write_text(json.dumps({**settings, "width": 128, "task_arguments": arguments}))
+    shown = list(parts(described(run), "Plan and settings"))
+    tables = {title["text"]: dict(table["rows"]) for title, table in zip(shown[::2], shown[1::2], strict=True)}
+    assert [*tables] == ["Plan", "Settings", "Arguments of the task", "Environment"]
+    assert tables["Arguments of the task"] == {"width": "128", "data": NASTY, "dropout": "none"}
+    assert "width" not in tables["Settings"]
 
 
-def test_the_step_begins_where_its_batch_is_waited_for(run):
-    """Both ranks ask one second before their first action."""
-    text = visible_text(page.write_report([run]).read_text())
-    assert "data: 1000.000 ms from 0.000 ms" in text
-    assert "F0.0: 1000.000 ms from 1000.000 ms" in text
+def test_durations_are_shown_with_units():
+    times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
+    assert [progress.format_seconds(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
+
+
+def test_an_unfinished_run_without_a_trace_is_shown(run):
+    (run / "trace.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
+    text = visible_text(described(run))
+    assert "No step of this run was traced." in text
+    assert "not finished" in text
+
+
+def test_a_nan_metric_is_shown(run):
+    log(run, {"step": 20, "valid": {"loss": None, "f1": None}})
+    figures = {each.name: each.text for each in key_figures(read_run(run))}
+    assert figures["validation loss"] == figures["f1"] == "nan"
+
+
+# ---- curves
+
+
+def test_every_measure_has_a_curve_of_exactly_its_finite_values(run):
+    evaluated(run, **{"loss": [2.0, 1.5], "accuracy": [0.5, None], NASTY: [1.0, 2.0], "ema accuracy": [0.25, 0.5]})
+    log(run, {"step": 8, "valid": {"accuracy": 0.75}})
+    lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
+    (run / "metrics.jsonl").write_text(lines)
+    data = described(run)
+    assert curves(data, "Accuracy") == {"accuracy": [[2, 0.5], [8, 0.75]], "ema accuracy": [[2, 0.25], [4, 0.5]]}
+    assert curves(data, NASTY) == {NASTY: [[2, 1.0], [4, 2.0]]}
+    assert curves(data, "Loss")["validation"] == [[2, 2.0], [4, 1.5], [6, 2.34567]]
+    assert [step for step, _ in curves(data, "Loss")["each step"]] == [1, 3, 4, 5, 6]
+
+
+def test_learning_rate_and_gradient_norm_are_drawn_where_they_were_logged(run):
+    assert not {"Learning rate", "Gradient norm"} & set(titles(described(run)))
+    step = {"loss": 1.0, "samples": 8, "seconds": 0.5, "waiting_seconds": 0.0}
+    log(run, *({**step, "step": n, "lr": 0.1 / n, "grad_norm": float(n)} for n in range(1, 7)))
+    data = described(run)
+    assert curves(data, "Learning rate") == {"learning rate": [[n, pytest.approx(0.1 / n)] for n in range(1, 7)]}
+    assert curves(data, "Gradient norm")["each step"] == [[n, n] for n in range(1, 7)]
+
+
+POINTS = st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), max_size=20)
+
+
+@given(points=POINTS, name=st.text())
+def test_a_drawing_holds_the_finite_values_of_its_curves(points, name):
+    mark = Series("mark", [(1.0, 0.0)], kind="rule")
+    drawn = document.curves([Series(name, points, 7), mark], x="step", y="loss", title=name)
+    finite = [each for each in points if abs(each[0]) < float("inf") and abs(each[1]) < float("inf")]
+    if not finite:
+        assert drawn is None
+    else:
+        assert drawn is not None
+        assert drawn["series"][0]["points"] == [tuple(pytest.approx(value) for value in each) for each in finite]
+
+
+@given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
+def test_a_downsampled_curve_keeps_its_last_point(values):
+    points = [(float(index), value) for index, value in enumerate(values)]
+    thin = page.downsample(page.smooth(points))
+    assert len(thin) <= page.MAX_POINTS + 1
+    assert thin[-1][0] == points[-1][0]
+
+
+@given(values=st.lists(NUMBERS, min_size=1, max_size=300))
+def test_a_smoothed_curve_has_the_mean_of_a_window_at_its_end(values):
+    width = max(1, len(values) // 50)
+    smoothed = page.smooth([(float(index), value) for index, value in enumerate(values)])
+    assert [x for x, _ in smoothed] == list(range(len(values)))
+    for index, (_, mean) in enumerate(smoothed):
+        window = values[max(0, index + 1 - width) : index + 1]
+        assert mean == pytest.approx(sum(window) / len(window), abs=1e-3)
+
+
+# ---- memory, data, faults and checkpoints
+
+
+def test_memory_is_shown_of_each_rank_as_predicted_and_as_measured(run):
+    assert "Memory of each rank" not in titles(described(run))
+    log(run, {"memory": {**MEMORY, "step": 3, "ranks": []}}, {"memory": MEMORY})
+    data = described(run)
+    assert rows(data, "Memory of each rank") == [
+        ["rank 0", "3.00 MiB", "4.00 MiB", "5.00 MiB", "1.00 MiB"],
+        ["rank 1", "3.00 MiB", "6.00 MiB", "7.00 MiB", "–"],
+    ]
+    assert ("7.00 MiB", "peak memory of a rank") in data["figures"]
+
+
+def test_a_gpu_s_memory_has_a_column_and_is_the_peak():
+    ranks = [{"kept_bytes": 1, "peak_bytes": 9 * 2**30, "device_bytes": n * 2**30} for n in (2, 3)]
+    record = msgspec.convert({**MEMORY, "ranks": ranks}, MemoryRecord)
+    assert record.largest_peak_bytes == 3 * 2**30
+    shown = page.memory_card(record)
+    assert shown is not None
+    assert shown["parts"][0]["rows"][1][3:5] == ["3.00 GiB", "9.00 GiB"]
 
 
 def data_line(first_step: int, last_step: int, compute: float, **fields) -> dict:
@@ -135,218 +255,199 @@ def data_line(first_step: int, last_step: int, compute: float, **fields) -> dict
 
 
 def test_waits_for_data_are_on_the_page_and_repeated_ones_count_once(run):
-    assert "Waiting for data" not in visible_text(page.write_report([run]).read_text())
-    with (run / "metrics.jsonl").open("a") as log:
-        lines = [data_line(2, 3, 1.9), data_line(5, 6, 0.2), {"resumed": 4}, data_line(5, 6, 1.7, bytes_read=None)]
-        log.writelines(json.dumps(line) + "\n" for line in lines)
-    record = run_record.read_run(run)
-    assert [each.window.utilization for each in record.data] == [0.95, 0.85]
-    text = visible_text(page.write_report([run]).read_text())
-    for shown in (
-        "90.0 % utilization",
-        "2 to 3 95.0 % 40.0 2.50 MB/s rank 1 on node7, 25.0 % of the time",
-        "4 counted",
-    ):
-        assert shown.replace(" ", "") in text.replace(" ", "")  # cells stand next to each other
-
-
-def test_text_from_a_run_is_escaped(tmp_path):
-    folder = make_run(tmp_path / "a&b", task=NASTY)
-    html = page.write_report([folder]).read_text()
-    assert "<b>&" not in html
-    assert NASTY in visible_text(html)
-    assert "a&b" in visible_text(html)
-    assert NASTY in visible_text(
-        page.render_comparison([run_record.read_run(folder), run_record.read_run(make_run(tmp_path / "second"))])
-    )
-
-
-def test_several_runs_are_compared(tmp_path):
-    folders = [make_run(tmp_path / "first"), make_run(tmp_path / "second", loss=2.0, task="digits")]
-    path = page.write_report(folders)
-    assert path == tmp_path / "first+second.html"
-    html = path.read_text()
-    text = visible_text(html)
-    assert "2 runs compared" in text
-    assert "task lm digits".replace(" ", "") in text.replace(" ", "")
-    assert html.count('class="line c1"') >= 2  # the second run, in both drawings
-
-
-def test_an_unfinished_run_without_a_trace_is_shown(run):
-    (run / "trace.json").unlink()
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
-    text = visible_text(page.write_report([run]).read_text())
-    assert "No step of this run was traced." in text
-    assert "not finished" in text
-    assert "steps" in text
-
-
-def test_a_nan_loss_leaves_a_gap_in_the_curve(run):
-    lines = (run / "metrics.jsonl").read_text().replace('"loss": 2.8,', '"loss": null,')
-    (run / "metrics.jsonl").write_text(lines)
-    assert "NaN" not in page.write_report([run]).read_text()
-
-
-def test_missing_files_are_reported_all_at_once(run):
-    (run / "plan.toml").unlink()
-    (run / "settings.json").unlink()
-    with pytest.raises(run_record.ReportError) as caught:
-        page.write_report([run])
-    assert "2 problems" in str(caught.value)
-    assert "need a file that fourfold train writes" in str(caught.value)
-
-
-def test_a_missing_run_is_reported_with_the_closest_name(run):
-    with pytest.raises(run_record.ReportError, match="try fourfold report first"):
-        run_record.find_run("frist", parent=run.parent)
-    assert run_record.find_run("first", parent=run.parent) == run
-
-
-@example(points=[(0.0, 1.0), (1.0, 2.0)], name=NASTY)
-@given(points=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30), name=st.text(st.characters(codec="utf-8")))
-def test_any_curve_is_well_formed(points, name):
-    name = "".join(char for char in name if char.isprintable())
-    series = [svg.Series(name, points), svg.Series("dots", points, 1, "dots")]
-    drawing = svg.line_chart(series, x="step", y="loss", title=name)
-    assert ElementTree.fromstring(drawing) is not None if points else drawing == ""
-    assert "nan" not in drawing.replace(name, "")
-
-
-@given(low=NUMBERS, length=st.floats(1e-6, 1e6))
-def test_axis_ticks_are_few_and_within_the_range(low, length):
-    result = svg.axis_ticks(low, low + length)
-    margin = 1e-6 * max(abs(low), length)
-    assert 1 <= len(result) <= 7
-    assert all(low - margin <= tick <= low + length + margin for tick in result)
-
-
-def test_bar_lengths_are_proportional_to_their_values():
-    rows = [svg.Bar(NASTY, 1.0, "1 ms", "wait"), svg.Bar("two", 2.0, "2 ms", "wait")]
-    root = ElementTree.fromstring(svg.bar_chart(rows, title="t"))
-    widths = [float(node.get("width", 0)) for node in root.iter("{http://www.w3.org/2000/svg}rect")]
-    assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
-
-
-SPANS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)
-
-
-@given(span=SPANS, others=st.lists(SPANS.filter(lambda span: span[0] < span[1]), max_size=5))
-def test_a_block_is_named_in_the_longest_part_that_no_later_block_covers(span, others):
-    block, *later = [svg.Block("F0.0", start, stop, "forward") for start, stop in (span, *others)]
-    start, stop = svg.widest_gap(block, later)
-    covered = [any(a < k + 1 and k < b for a, b in others) for k in range(*span)]
-    runs = "".join(" x"[each] for each in covered).split("x")
-    assert stop - start == max(map(len, runs), default=0)
-    assert block.start <= start <= stop <= max(block.stop, start)
-    assert not any(covered[k - span[0]] for k in range(int(start), int(stop)))
-
-
-@given(values=st.lists(NUMBERS, min_size=1, max_size=2000))
-def test_a_downsampled_curve_keeps_its_last_point(values):
-    points = [(float(index), value) for index, value in enumerate(values)]
-    thin = charts.downsample(charts.smooth(points), lambda some: some[0])
-    assert len(thin) <= charts.MAX_POINTS + 1
-    assert thin[-1][0] == points[-1][0]
-
-
-@given(values=st.lists(NUMBERS, min_size=1, max_size=300))
-def test_a_smoothed_curve_has_the_mean_of_a_window_at_its_end(values):
-    width = max(1, len(values) // 50)
-    smoothed = charts.smooth([(float(index), value) for index, value in enumerate(values)])
-    assert [x for x, _ in smoothed] == list(range(len(values)))
-    for index, (_, mean) in enumerate(smoothed):
-        window = values[max(0, index + 1 - width) : index + 1]
-        assert mean == pytest.approx(sum(window) / len(window), abs=1e-3)
-
-
-def test_every_field_of_the_plan_is_shown(run):
-    text = visible_text(page.write_report([run]).read_text())
-    assert all(field.name in text for field in dataclasses.fields(Plan) if getattr(Plan(), field.name) is not None)
-
-
-@given(num=st.integers(0, 90))
-def test_a_long_table_keeps_every_row_and_shows_the_last(num):
-    rows = [html_page.render_row([str(number)]) for number in range(num)]
-    root = ElementTree.fromstring(f"<p>{html_page.render_table(['n'], rows, style='faults')}</p>")
-    assert [row[0].text for row in root.iter("tr") if row[0].tag == "td"] == [str(number) for number in range(num)]
-    hidden = [row for details in root.iter("details") for row in details.iter("tr")]
-    assert max(0, num - html_page.MAX_ROWS) == max(0, len(hidden) - 1)
-
-
-def test_durations_are_shown_with_units():
-    times = (0.0017, 0.9996, 4.21, 99.94, 99.96, 725.0)
-    assert [progress.format_seconds(each) for each in times] == ["1.70 ms", "1.0 s", "4.2 s", "99.9 s", "1:40", "12:05"]
-
-
-def axes_of(html: str) -> dict[str, str]:
-    """All texts of each drawing of losses or throughput and of its legend, by the name of its vertical axis."""
-    drawings = [node for node in parse_html(html).iter() if node.tag == "figure"]
-    names = ("a second", "loss")
-    result = {}
-    for drawing in drawings:
-        texts = [text for text in drawing.itertext() if text.strip()]
-        for name in (text for text in texts if text.endswith(names)):
-            result[name] = " ".join(texts)
-    return result
-
-
-def test_runs_with_different_units_have_separate_throughput_charts(tmp_path):
-    folders = [
-        make_run(tmp_path / "words"),
-        *(make_run(tmp_path / name, tokens=None) for name in ("images", "pictures")),
+    assert "Waiting for data" not in titles(described(run))
+    log(run, data_line(2, 3, 1.9), data_line(5, 6, 0.2), {"resumed": 4}, data_line(5, 6, 1.7, bytes_read=None))
+    data, waited = described(run), "rank 1 on node7, 25.0 % of the time"
+    assert ("90.0 %", "utilization") in data["figures"]
+    assert rows(data, "Waiting for data") == [
+        ["1", "2 to 3", "95.0 %", "40.0", "2.50 MB/s", waited],
+        ["1", "5 to 6", "85.0 %", "40.0", "–", waited],
+        ["all", "4 counted", "90.0 %", "40.0", "–", "–"],
     ]
-    axes = axes_of(page.render_comparison([run_record.read_run(folder) for folder in folders]))
-    tokens, samples = axes["thousand tokens a second"], axes["samples a second"]
-    assert "words" in tokens
-    assert "images" in samples
-    assert "pictures" in samples
-    assert "images" not in tokens
-    assert "words" not in samples
 
 
-def test_runs_with_the_same_unit_share_a_throughput_chart(tmp_path):
-    axes = axes_of(
-        page.render_comparison([run_record.read_run(make_run(tmp_path / name)) for name in ("first", "second")])
+def write_faults(folder: Path, *lines: bytes | dict[str, object]) -> None:
+    text = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    (folder / FAULTS_FILE).write_bytes(b"\n".join(text))
+
+
+def test_faults_are_listed_and_marked_on_the_curve_which_none_of_them_stretches(run):
+    write_faults(run, SKIPPED, RESTART, {**RESTART, "step": 10**12}, {**RESTART, "step": -1})
+    data = described(run)
+    assert rows(data, "Faults and restarts")[:2] == [
+        ["21 Nov 11:20:00", "restart", "3", "rank 1, alpha", "4.2 s", NASTY],
+        ["21 Nov 11:20:00", "restart", "1,000,000,000,000", "rank 1, alpha", "4.2 s", NASTY],
+    ]
+    assert rows(data, "Faults and restarts")[3] == ["21 Nov 11:21:00", "skipped step", "5", "–", "–", "NaN"]
+    drawn = curves(data, "Loss")
+    assert (drawn["restart"], drawn["skipped step"]) == ([[3, 0]], [[5, 0]])
+
+
+def test_a_run_without_faults_has_one_line_and_no_table(run):
+    assert "No faults, no restarts." in visible_text(described(run))
+    assert "Faults and restarts" not in titles(described(run))
+    log(run, {"resumed": 4})
+    assert "No faults; resumed from step 4." in visible_text(described(run))
+
+
+@given(junk=st.lists(st.binary().filter(lambda line: line.strip()), max_size=5))
+@example(junk=[b'{"time": 1, "kind": "half a li', b"3", b"[]", b'{"time": 1, "kind": "x", "step": "3"}', b"\xff"])
+def test_unreadable_fault_lines_are_counted_and_the_others_shown(junk, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    lines = [line for each in junk for line in each.splitlines() if line.strip()]
+    write_faults(folder, RESTART, *lines, {**SKIPPED, "later": "a field of a later version"})
+    result = read_faults(folder)
+    assert [fault.kind for fault in result.faults] == ["restart", "skipped step"]
+    assert result.num_unreadable == len(lines)
+    assert ("could not be read" in json.dumps(page.faults_card(result, []))) == bool(lines)
+
+
+FAULTS = st.builds(
+    Fault,
+    time=st.floats(),
+    kind=st.text(),
+    step=st.integers(),
+    rank=st.none() | st.integers(),
+    host=st.none() | st.text(),
+    text=st.text(),
+    seconds=st.none() | st.floats(),
+)
+
+
+@given(known=st.lists(FAULTS, min_size=1, max_size=60), resumed=st.lists(st.integers(0, 10**6), max_size=9))
+@example(known=[Fault(time=1e300, kind="\x00" + NASTY, step=2**70, text="\x1b[31m")], resumed=[])
+def test_any_fault_has_a_row_and_a_mark_within_the_steps(known, resumed):
+    data = document.document("", "", [page.faults_card(Faults(known), resumed)])
+    assert len(rows(data, "Faults and restarts")) == len(known)
+    marked = sum(len(series.points) for series in page.fault_marks(known, last_step=100))
+    assert marked == sum(0 <= f.step <= 100 for f in known)
+
+
+def test_checkpoints_are_reported_with_sizes_pauses_and_outcomes(run):
+    assert "None was saved." in visible_text(described(run))
+    path = run / "checkpoints" / "step-00000004"
+    path.mkdir(parents=True)
+    (path / "rank-000.safetensors").write_bytes(bytes(3 * 2**20))
+    log(
+        run,
+        *({"step": step, "checkpoint": f"step-{step:08d}", "pause_seconds": step / 1000} for step in (1, 2, 4, 6)),
+        {"checkpoint": "step-00000002", "damaged": [f"/a/b/step-00000002/rank-000.safetensors: {NASTY}"]},
+        {"warning": "the checkpoint of step 6 could not be written: no space left on device; training continues"},
+        {"warning": "something else"},
     )
-    (rate,) = (text for name, text in axes.items() if name.endswith("a second"))
-    assert "first" in rate
-    assert "second" in rate
+    data = described(run)
+    assert rows(data, "Checkpoints") == [
+        ["2", "–", "–", f"damaged, set aside: rank-000.safetensors: {NASTY}"],
+        ["4", "3.00 MiB", "4.00 ms", "kept"],
+        ["6", "–", "6.00 ms", "not written: no space left on device"],
+    ]
+    assert "3 saved, 1 kept · pause 3.00 ms in the median, 6.00 ms at most" in visible_text(data)
+    assert curves(data, "Loss")["checkpoint"] == [[1, 0], [2, 0], [4, 0]]
 
 
-def test_a_nan_metric_is_shown(run):
-    lines = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(lines + json.dumps({"step": 20, "valid": {"loss": None, "f1": None}}) + "\n")
-    figures = {each.name: each.text for each in key_figures(run_record.read_run(run))}
-    assert figures["validation loss"] == figures["f1"] == "nan"
-    parse_html(page.render_run(run_record.read_run(run)))
+def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
+    path = run / "metrics.jsonl"
+    *steps, valid, finished = path.read_text().splitlines()
+    saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
+    between = [json.dumps(line) for line in (saved_at_4, {"resumed": 4})]
+    path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
+    data = described(run)
+    assert rows(data, "Time by segment") == [
+        ["1 to 4", "2.5 s", "3.28 k", "started"],
+        ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
+    ]
+    assert {("0:06", "time, 2 segments"), ("2.14 k", "tokens a second")} <= set(data["figures"])
+    path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # killed before a save
+    assert [segment.seconds for segment in read_run(run).segments] == [2.0, 1.0]
+
+
+# ---- several runs
+
+
+@pytest.mark.parametrize(("measure", "better"), [
+    ("loss", "lower"), ("bits per byte", "lower"), ("accuracy", "higher"), ("ema accuracy", "higher"),
+    ("word error", "lower"), ("f1", "higher"), ("temperature", ""), ("accuracy loss", ""), ("glossary", ""),
+])  # fmt: skip
+def test_a_measure_s_better_direction_follows_from_its_words(measure, better):
+    assert page.better_direction(measure) == better
+
+
+def figures(better: Any, values: list[float | None]) -> list[Figure | None]:
+    return [None if value is None else Figure("name", f"{value:g}", value, better) for value in values]
+
+
+def test_the_best_of_a_row_is_marked_only_where_it_can_be_said():
+    assert page.best_indices(figures("lower", [2.0, 1.0, None, 1.0])) == {1, 3}
+    assert page.best_indices(figures("higher", [2.0, 1.0, float("nan")])) == {0}
+    assert page.best_indices(figures("", [2.0, 1.0])) == set()
+    assert page.best_indices(figures("lower", [1.0, 1.0])) == set()
+    assert page.best_indices(figures("lower", [1.0, None])) == set()
+
+
+def test_a_comparison_shows_what_differs_first_then_final_values_then_a_curve_of_each_run(tmp_path):
+    folders = [
+        evaluated(make_run(tmp_path / "first"), loss=[2.0, 1.5, 1.6], accuracy=[0.5, 0.75, 0.7]),
+        evaluated(
+            make_run(tmp_path / "second", loss=2.0, task="digits"), loss=[1.0, 1.0, 0.9], accuracy=[0.9, 0.6, 0.6]
+        ),
+    ]
+    write_faults(folders[0], RESTART, RESTART, SKIPPED, {**SKIPPED, "kind": "terminated"})
+    assert page.write_report(folders) == tmp_path / "first+second.html"
+    data = described(*folders)
+    assert titles(data)[:4] == ["What differs in plan and settings", "Final values", "Loss", "Throughput"]
+    assert rows(data, "What differs in plan and settings") == [["task", "lm", "digits"]]
+    (table,) = (part for part in parts(data, "Final values") if part["kind"] == "table")
+    values = {row[0]: row[1:] for row in table["rows"]}
+    assert values["accuracy"] == ["0.7000", "0.6000"]
+    assert values["best accuracy"] == ["0.7500 (step 4)", "0.9000 (step 2)"]
+    assert values["validation loss"] == ["1.6000", "0.9000"]
+    assert values["restarts / skipped steps"] == ["2 / 1", "0 / 0"]
+    best = {table["rows"][row][0]: table["rows"][row][column] for row, column in table["best"]}
+    assert (best["accuracy"], best["best accuracy"], best["validation loss"]) == ("0.7000", "0.9000 (step 2)", "0.9000")
+    accuracy = {"first": [[2, 0.5], [4, 0.75], [6, 0.7]], "second": [[2, 0.9], [4, 0.6], [6, 0.6]]}
+    assert curves(data, "Accuracy") == accuracy
+    assert set(curves(data, "Loss")) == {"first", "second", "first, validation", "second, validation"}
+
+
+def test_runs_share_a_throughput_chart_where_they_count_the_same_unit(tmp_path):
+    folders = [make_run(tmp_path / "words"), *(make_run(tmp_path / name, tokens=None) for name in ("one", "two"))]
+    drawn = [part for part in parts(described(*folders), "Throughput") if part["kind"] == "lines"]
+    assert {part["y"]: [each["name"] for each in part["series"]] for part in drawn} == {
+        "thousand tokens a second": ["words"],
+        "samples a second": ["one", "two"],
+    }
+    assert "Nothing." in visible_text(described(*folders[1:]))
+
+
+# ---- one step
+
+
+def test_the_step_is_drawn_measured_and_simulated_with_its_differences(run):
+    """Both ranks ask for their batch one second before their first action."""
+    (drawn,) = (part for part in parts(described(run), "One step, measured and simulated") if part["kind"] == "lanes")
+    lanes = dict(drawn["lanes"])
+    wanted = {"rank 0 compute", "rank 0 data", "rank 1 reduce", "simulated 0 compute", "simulated 1 reduce"}
+    assert wanted <= set(lanes)
+    assert ["data", 0.0, 1000.0, "data"] in lanes["rank 0 data"]
+    assert ["F0.0", 1000.0, 2000.0, "forward"] in lanes["rank 0 compute"]
+    # Seven actions on each of two ranks, and the step.
+    assert len(rows(described(run), "One step, measured and simulated")) == 15
 
 
 @pytest.mark.parametrize(("verb", "word"), [(Verb.UNSHARD, "unshard"), (Verb.GATHER, "gather")])
 def test_gathers_of_weights_have_a_colour_and_a_word_in_the_legend_of_their_own(verb, word):
     action = Action(verb, 0, 0)
     events = (Event(0, 3, str(action), REDUCE_LANE, 0.0, 1.0), Event(0, 3, "F0.0", COMPUTE_LANE, 1.0, 2.0))
-    html = step_timeline.step_card(Trace({0: (action, Action(Verb.FORWARD, 0, 0))}, events))
-    assert '<rect class="unshard"' in html
-    assert re.findall(r'class="key (\w+)"></span>(\w+)', html) == [
-        ("forward", "forward"),
-        ("unshard", word),
-        ("wait", "waiting"),
-    ]
-    assert CSS.count("--unshard: #") == 2  # light and dark
-
-
-def test_every_verb_has_a_colour():
-    assert set(step_timeline.VERB_STYLES) == set(Verb)
-    assert all(f".{style} {{ fill" in CSS for style in step_timeline.VERB_STYLES.values())
+    card = step_timeline.step_card(Trace({0: (action, Action(Verb.FORWARD, 0, 0))}, events))
+    (note,) = (part for part in card["parts"] if part["kind"] == "note")
+    assert note["keys"] == [("forward", "forward"), (word, "unshard"), ("waiting", "wait")]
 
 
 @pytest.mark.parametrize("size", range(4))
 def test_the_note_on_times_that_overlap_is_a_whole_sentence_for_every_choice_of_them(size, monkeypatch):
     for names in itertools.combinations(step_timeline.OVERLAPS, size):
         monkeypatch.setattr(step_timeline, "seconds_by_category", lambda _, names=names: dict.fromkeys(names, 1.0))
-        note = visible_text(f"<div>{step_timeline.action_card(trace())}</div>")
-        assert ("Not added to the step's time: " in note) == bool(names)
+        said = step_timeline.action_card(trace())["parts"][1]["text"]
+        assert ("Not added to the step's time: " in said) == bool(names)
         for name, text in step_timeline.OVERLAPS.items():
-            assert (text in note) == (name in names)
-        assert "Nor " not in note
+            assert (text in said) == (name in names)

@@ -18,20 +18,14 @@ from typing import Any
 import pytest
 
 from fourfold.cli.watch import watch_run
-from fourfold.report import live_run
-from fourfold.report.live_run import LiveRun, judge_status
-from fourfold.report.live_server import LiveServer
+from fourfold.report import live
+from fourfold.report.live import LiveRun, LiveServer, judge_status
 from fourfold.report.run_record import read_run
 from fourfold.words.errors import SettingError
 from tests.browser import needs_browser, open_tab
-from tests.pure.test_report import NASTY, make_run
+from tests.report_data import NASTY, log, make_run, titles
 
 STEP = {"loss": 2.0, "samples": 8, "tokens": None, "seconds": 0.5, "waiting_seconds": 0.1, "lr": 0.1, "grad_norm": 1.0}
-
-
-def log(folder: Path, *lines: dict[str, Any]) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def steps(first: int, last: int, **fields: Any) -> list[dict[str, Any]]:
@@ -85,7 +79,7 @@ def test_the_page_and_its_data_are_served_to_who_has_the_token(server):
     assert status == 200
     assert headers["Content-Type"] == "text/html; charset=utf-8"
     assert "first" in body
-    assert "step 2 of 6" in data(server)["status"]
+    assert "step 2 of 6" in data(server)["status"]["facts"]
     assert server.url == f"http://127.0.0.1:{server.server_address[1]}/{server.token}/"
 
 
@@ -169,65 +163,66 @@ def test_it_listens_on_the_loopback_interface_with_a_token_of_its_own(run, serve
 
 def test_the_data_follows_the_log_and_leaves_out_what_the_reader_has(run, server):
     first = data(server)
-    assert data(server, first["version"])["parts"] == {}
+    assert set(data(server, first["version"])) == {"title", "under", "status"}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(steps(3, 3)[0])[:20])
-    assert data(server, first["version"])["version"] == first["version"]  # half a line is no line
+    assert "cards" not in data(server, first["version"])  # half a line is no line
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(steps(3, 3)[0])[20:] + "\n")
     later = data(server, first["version"])
     assert later["version"] != first["version"]
-    assert "step 3 of 6" in later["status"]
-    assert {"figures", "loss", "throughput", "lr", "grad-norm", "settings"} <= set(later["parts"])
+    assert "step 3 of 6" in later["status"]["facts"]
+    assert [*titles(later)] == [
+        "Loss",
+        "Throughput",
+        "Learning rate",
+        "Gradient norm",
+        "Checkpoints",
+        "Plan and settings",
+    ]
+    assert later["figures"]
     log(
         run, {"step": 3, "valid": {"loss": 1.0, "accuracy": 0.5}}, *steps(4, 4), {"step": 4, "valid": {"accuracy": 0.7}}
     )
-    assert "measure-0" in data(server)["parts"]
+    assert "Accuracy" in titles(data(server))
     (run / "faults.jsonl").write_text(json.dumps({"time": 1.0, "kind": "restart", "step": 3, "text": NASTY}) + "\n")
-    assert "restart" in data(server)["parts"]["faults"]
+    assert titles(data(server))[0] == "Faults and restarts"
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
-    live = LiveRun(tmp_path / "later")
-    assert live.view()[1:] == ("waiting", "", live.view().status, {})
-    assert "does not exist yet" in live.view().status
+    following = LiveRun(tmp_path / "later")
+    assert following.view()["cards"] == []
+    assert following.view()["status"]["state"] == "waiting"
+    assert "does not exist yet" in following.view()["status"]["text"]
     log(make_run(tmp_path / "later"), *steps(7, 7))
-    assert live.view().state == "finished"
-    assert live.view().parts
+    assert following.view()["status"]["state"] == "finished"
+    assert following.view()["cards"]
 
 
 def test_files_that_cannot_be_read_are_said_so_and_read_again(run):
-    live = LiveRun(run)
+    following = LiveRun(run)
     plan = (run / "plan.toml").read_text()
     (run / "plan.toml").write_text("= nonsense")
-    assert "cannot be read" in live.view().status
-    assert "cannot be read" in live.view().status
+    assert "cannot be read" in following.view()["status"]["text"]
+    assert "cannot be read" in following.view()["status"]["text"]
     (run / "plan.toml").write_text(plan)
-    assert "step 2 of 6" in live.view().status
-
-
-def test_text_from_a_run_is_escaped(tmp_path):
-    folder = make_run(tmp_path / "a&b", task=NASTY)
-    log(folder, {"step": 1, "valid": {NASTY: 1.0}}, {"step": 2, "valid": {NASTY: 2.0}})
-    view = LiveRun(folder).view()
-    assert "<b>&" not in "".join([view.status, *view.parts.values()])
-    assert "</script>" not in "".join([view.status, *view.parts.values()])
+    assert "step 2 of 6" in following.view()["status"]["facts"]
 
 
 def test_the_lock_of_a_run_is_seen_and_not_taken(run):
     path = run / "metrics.jsonl"
-    assert live_run.is_locked(path) is False
+    assert live.is_locked(path) is False
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert live_run.is_locked(path) is True
+        assert live.is_locked(path) is True
     with path.open("ab") as file:
-        assert live_run.is_locked(path) is False
+        assert live.is_locked(path) is False
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if asking had left a lock
 
 
 def test_without_a_list_of_locks_it_is_unknown_who_has_one(run, monkeypatch):
-    monkeypatch.setattr(live_run, "PROC_LOCKS", run / "none")
-    assert live_run.is_locked(run / "metrics.jsonl") is None
+    monkeypatch.setattr(live, "PROC_LOCKS", run / "none")
+    assert live.is_locked(run / "metrics.jsonl") is None
 
 
 @pytest.mark.parametrize(("last", "locked", "quiet", "state"), [
@@ -328,7 +323,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(run):
         assert address is not None
         connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=10)
         connection.request("GET", f"{address[3]}data")
-        assert "step 2 of 6" in json.loads(connection.getresponse().read())["status"]
+        assert "step 2 of 6" in json.loads(connection.getresponse().read())["status"]["facts"]
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "")
         assert process.returncode == 0
@@ -343,8 +338,8 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(run):
 ASK_NOW = 'document.dispatchEvent(new Event("visibilitychange"))'  # as when its tab is looked at again
 
 POINT_AT_END = """
-var svg = document.querySelector("svg[data-series]"), box = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.right - 20, clientY: box.top + 50}));
+var chart = document.querySelector("svg[tabindex]"), box = chart.getBoundingClientRect();
+chart.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.right - 20, clientY: box.top + 50}));
 """
 SHOWN = 'document.querySelector(".tip").innerText'
 
@@ -352,15 +347,14 @@ SHOWN = 'document.querySelector(".tip").innerText'
 @needs_browser
 def test_the_page_in_a_browser_follows_a_run_that_grows(run, server):
     state = 'document.querySelector("#status .state span").innerText'
-    titles = 'Array.from(document.querySelectorAll("#cards h2"), (node) => node.innerText)'
+    shown = 'Array.from(document.querySelectorAll("#cards h2"), (node) => node.innerText)'
     with open_tab() as tab:
         tab.load(server.url)
         tab.wait_for(f'{state} === "step 2 of 6"')
         tab.wait_for('document.querySelector(".figures") !== null')
-        assert tab.run(titles) == ["Loss", "Throughput", "Learning rate", "Gradient norm", "Checkpoints"]
-        tab.run(
-            "window.kept = document.querySelectorAll('#cards section')[5]; kept.querySelector('details').open = true"
-        )
+        cards = ["Loss", "Throughput", "Learning rate", "Gradient norm", "Checkpoints", "Plan and settings"]
+        assert tab.run(shown) == cards
+        tab.run("window.kept = document.querySelectorAll('#cards section')[5]")
         assert "batch_size" in tab.run("kept.innerText")
         tab.run(POINT_AT_END)
         assert tab.run(SHOWN).split()[:2] == ["step", "2"]
@@ -370,9 +364,9 @@ def test_the_page_in_a_browser_follows_a_run_that_grows(run, server):
         log(run, {"step": 4, "valid": {NASTY: 2.0}}, *steps(4, 6), {"finished": 6, "seconds": 9.0})
         tab.run(ASK_NOW)
         tab.wait_for('document.title === "first · finished"')
-        assert tab.run(titles)[:4] == ["Loss", "Throughput", NASTY, "Learning rate"]
+        assert tab.run(shown)[:4] == ["Loss", "Throughput", NASTY, "Learning rate"]
         assert tab.run("window.kept.isConnected")  # what has not changed stays in place
-        assert tab.run('document.querySelector(".bar div").style.width') == "100%"
+        assert tab.run('document.querySelector(".progress div").style.width') == "100%"
         assert tab.run('document.getElementById("lost").hidden')
         server.shutdown()
         server.server_close()

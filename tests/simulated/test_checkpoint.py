@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.feed.source import TensorSource
-from fourfold.report import cards
+from fourfold.report.run_record import read_segments
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import CheckpointError
@@ -302,5 +302,5 @@ def test_a_run_with_ema_and_empty_parameters_resumes(tmp_path):
         run(breaks=True)
     assert run().steps == 4
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(segment.first_step, segment.last_step) for segment in cards.read_segments(log)] == [(1, 2), (3, 4)]
+    assert [(segment.first_step, segment.last_step) for segment in read_segments(log)] == [(1, 2), (3, 4)]
     assert all(line["elapsed_seconds"] > line["pause_seconds"] for line in log if "checkpoint" in line)

@@ -11,7 +11,6 @@ import types
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,13 +25,14 @@ from fourfold.feed.position import Position
 from fourfold.trace.utilization import Window, epoch_window
 from fourfold.words.errors import DataError, SettingError
 from fourfold_bench.disk import cached_fraction, direct_problem, drop_from_page_cache, measure_checkpoint
-from fourfold_bench.page import render_feed_bench
+from fourfold_bench.page import describe_feed_bench
 from fourfold_bench.ranks import Accelerator, Training, run_ranks, train_rank
 from fourfold_bench.result import format_result, format_sweep, histogram, make_epochs
 from fourfold_bench.run import Options, fit_workload, run_workload
 from fourfold_bench.source import DESCRIPTION_FILE, DataShape, FileSource, Reads, generate, record_number
 from fourfold_bench.staged_files import StagedFiles, ThrottledOrigin, TokenBucket, list_shards
 from fourfold_bench.workload import Seconds, Workload, open_recipe
+from tests.report_data import visible_text
 
 SHAPE = DataShape(format="npy", num_files=12, samples_per_file=1, record_bytes=5000, record_bytes_stdev=900)
 EIGHTHS = st.integers(0, 24).map(lambda number: number / 8)
@@ -265,8 +265,7 @@ def test_a_workload_runs_for_a_few_steps(tmp_path, name):
     assert record["checkpoint"]["num_bytes"] == 100_000
     assert sum(record["total"]["waits"]["histogram"].values()) == 2 * 2
     assert record["passes"] in ((None,) if name == "bert" else (True, False))
-    text, html = format_result(result), render_feed_bench([result])
-    page = " ".join(ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>")).itertext())
+    text, page = format_result(result), visible_text(describe_feed_bench([result]))
     for needed in ("Window: from the end of an epoch's first step", "steps an epoch 3 instead of", name, "100 KB"):
         needed = needed.replace("100 KB", "97.7 KiB")
         assert needed in " ".join(text.split())

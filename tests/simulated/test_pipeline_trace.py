@@ -1,6 +1,5 @@
 """The trace of a pipeline's step: the report draws what was measured above what is simulated, with what stages send."""
 
-import re
 from typing import Any
 
 import pytest
@@ -51,8 +50,8 @@ def test_both_timelines_of_a_step_have_all_that_stages_compute_and_send(fields):
         messages = [str(action) for action in trace.program[rank] if action.verb in SENDS]
         assert messages
         assert sorted(each for each in measured if each in messages) == sorted(messages)
-    card = step_card(trace)
-    lanes = re.findall(r">((?:rank|simulated) \d \w+)<", card)
+    (drawn,) = (part for part in step_card(trace)["parts"] if part["kind"] == "lanes")
+    lanes = [name for name, _ in drawn["lanes"]]
     wanted = [
         f"{kind} {rank} {lane}" for kind in ("rank", "simulated") for rank in (0, 1) for lane in ("compute", "send")
     ]

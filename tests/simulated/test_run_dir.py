@@ -8,7 +8,7 @@ import pytest
 from fourfold.environment import known_waits
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.environment.known_waits import SLOT_WORDS
-from fourfold.report import cards as reported
+from fourfold.report import run_record as reported
 from fourfold.trainer import fault_log
 from fourfold.trainer.run_dir import RunDir, archive_run
 from fourfold.trainer.run_identity import read_finished_record

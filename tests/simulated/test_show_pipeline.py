@@ -3,17 +3,17 @@
 import dataclasses
 import re
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
 from fourfold.plan.plan import Plan
-from fourfold.report.plan_pages import render_plan
+from fourfold.report.plan_pages import describe_plan
 from fourfold.show.describe import show
 from fourfold.tasks import lm
 from fourfold.words.task import Task
+from tests.report_data import parts
 
 EXPECTED = """
 pipeline   interleaved, 4 microbatches; bubble 12%
@@ -44,14 +44,11 @@ def test_the_stages_and_the_timeline_are_shown():
 def test_the_page_draws_the_actions_of_all_places_and_the_text(fields):
     plan = Plan(**fields)
     text = "plan   <b>&\n" * 2
-    page = render_plan(plan, text)
-    drawing = ET.fromstring(re.findall(r"<svg.*?</svg>", page)[0])
-    tips = [each.text or "" for each in drawing.iter("{http://www.w3.org/2000/svg}title")][1:]
-    actions = [str(action) for each in plan.undrained_lists for action in each]
-    assert [tip.partition(":")[0] for tip in tips] == actions
-    assert "plan   &lt;b&gt;&amp;" in page
-    assert ET.fromstring(page.partition("\n")[2]) is not None
-    assert ("backward of weights" in page) == plan.divides_backward
+    drawn, note, printed = parts(describe_plan(plan, text))
+    found = [[name for name, *_ in blocks] for _, blocks in drawn["lanes"]]
+    assert found == [[str(action) for action in each] for each in plan.undrained_lists]
+    assert printed["text"] == text
+    assert ("backward of weights" in dict(note["keys"])) == plan.divides_backward
 
 
 def test_a_sum_before_the_updates_is_priced_for_zero_bubble():

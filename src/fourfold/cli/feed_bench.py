@@ -61,7 +61,8 @@ def parse_words(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 def run_bench(words: Sequence[str]) -> int:
     """`fourfold feed bench`; returns the exit code: 1 if a threshold of MLPerf Storage is not met."""
     name, values = parse_words(words)
-    from fourfold_bench.page import render_feed_bench
+    from fourfold.report.document import render
+    from fourfold_bench.page import describe_feed_bench
     from fourfold_bench.result import format_result, format_sweep
 
     folder = Path(values.pop("folder", DEFAULT_FOLDER))
@@ -72,7 +73,7 @@ def run_bench(words: Sequence[str]) -> int:
         print_text(format_result(results[-1]) + "\n")
     if len(results) > 1:
         print_text(format_sweep(results) + "\n")
-    files = {page: render_feed_bench(results)}
+    files = {page: render(describe_feed_bench(results))}
     if json_file is not None:
         files[json_file] = json.dumps([each.to_json() for each in results], indent=1) + "\n"
     for path, text in files.items():

@@ -244,8 +244,9 @@ def show(words: Sequence[str], page: str | None = None) -> int:
         job.parse_job(words, has_run_dir=False)  # a field may be misspelt
         raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
     from fourfold.cli.plan.run import describe_prediction
-    from fourfold.report.plan_pages import render_plan
-    from fourfold.show.describe import show as describe_plan
+    from fourfold.report.document import render
+    from fourfold.report.plan_pages import describe_plan
+    from fourfold.show.describe import show as show_plan
     from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.
@@ -254,11 +255,11 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     if not run.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
         ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
-    text = describe_plan(ready.plan, ready.task) + describe_prediction(ready)
+    text = show_plan(ready.plan, ready.task) + describe_prediction(ready)
     if page is None:
         print_text(text)
     else:
-        write_file(Path(page), render_plan(ready.plan, text), where="fourfold show")
+        write_file(Path(page), render(describe_plan(ready.plan, text)), where="fourfold show")
         print_text(page)
     return 0
 

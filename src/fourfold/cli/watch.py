@@ -31,8 +31,7 @@ def watch_run(words: Sequence[str], port: str) -> int:
 
 
 def _serve(path: Path, port: int) -> None:
-    from fourfold.report.live_run import LiveRun
-    from fourfold.report.live_server import LiveServer
+    from fourfold.report.live import LiveRun, LiveServer
 
     try:
         server = LiveServer(LiveRun(path), port=port)

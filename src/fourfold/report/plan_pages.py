@@ -6,7 +6,7 @@ programs that would run, at the times of the printed timeline.
 """
 
 from collections.abc import Callable, Sequence
-from html import escape
+from typing import Any
 
 from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
 from fourfold.plan.plan import Plan
@@ -35,9 +35,21 @@ from fourfold.planner.plan_text import (
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Decision, Refused
-from fourfold.report.html_page import render_card, render_page, render_row, render_table, render_text
-from fourfold.report.step_timeline import timeline_lanes, timeline_legend
-from fourfold.report.svg import Block, Lane, Series, lane_chart, line_figure
+from fourfold.report.document import (
+    Block,
+    Card,
+    Part,
+    Series,
+    card,
+    curves,
+    document,
+    fold,
+    lanes,
+    note,
+    table,
+    text,
+)
+from fourfold.report.step_timeline import timeline_keys, timeline_lanes
 from fourfold.words.mesh import AXES, Mesh
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE
@@ -49,20 +61,19 @@ from fourfold.words.units import format_bytes, format_percent, format_si, format
 STYLES = {
     Verb.FORWARD: ("forward", "forward"),
     Verb.BACKWARD: ("backward", "backward"),
-    Verb.BACKWARD_INPUT: ("backward", "backward of inputs"),
-    Verb.BACKWARD_WEIGHT: ("update", "backward of weights"),
+    Verb.BACKWARD_INPUT: ("backward of inputs", "backward"),
+    Verb.BACKWARD_WEIGHT: ("backward of weights", "update"),
 }
 # In the drawing's units: the name of an action fits into a unit of time.
 UNIT_WIDTH, MARGINS, MIN_WIDTH = 36, 166, 1120
 
 
-def render_plan(plan: Plan, text: str) -> str:
-    """The page of a plan. `text`: what `fourfold show` prints."""
+def describe_plan(plan: Plan, printed: str) -> dict[str, Any]:
+    """The data of the page of a plan. `printed`: what `fourfold show` prints."""
     title = " × ".join(f"{axis} {plan.mesh.axis_size(axis)}" for axis in AXES if plan.mesh.axis_size(axis) > 1)
-    printed = f"<h2>What each rank does, sends and stores</h2><pre>{render_text(text)}</pre>"
-    cards = [render_card(_timeline_card(plan), wide=True) if plan.pp > 1 else "", render_card(printed, wide=True)]
-    body = f'<div class="cards">{"".join(cards)}</div>'
-    return render_page(title or "one rank", "what fourfold show prints of a plan", body)
+    does = card("What each rank does, sends and stores", {"kind": "printed", "text": printed}, wide=True)
+    cards = [_timeline_card(plan) if plan.pp > 1 else None, does]
+    return document(title or "one rank", "what fourfold show prints of a plan", cards)
 
 
 def schedule_timeline(lists: Sequence[Sequence[Action]]) -> Timeline:
@@ -71,26 +82,21 @@ def schedule_timeline(lists: Sequence[Sequence[Action]]) -> Timeline:
     return simulate(program, lambda _, action: EQUAL_COSTS.of(action), mesh=Mesh(pp=len(lists)))
 
 
-def _timeline_card(plan: Plan) -> str:
+def _timeline_card(plan: Plan) -> Card:
     timeline = schedule_timeline(plan.undrained_lists)
-    rows = [
-        Lane(f"pp {index}", [Block(str(t.action), t.start, t.end, STYLES[t.action.verb][0]) for t in times])
+    rows = {
+        f"pp {index}": [Block(str(t.action), t.start, t.end, STYLES[t.action.verb][1]) for t in times]
         for index, times in timeline.items()
-    ]
+    }
     verbs = {timed.action.verb for times in timeline.values() for timed in times}
-    keys = [f'<span class="key {style}"></span>{name}' for verb, (style, name) in STYLES.items() if verb in verbs]
     end = makespan(timeline)
     width = max(MIN_WIDTH, MARGINS + UNIT_WIDTH * round(end))
-    drawing = lane_chart(
-        rows, end=end, title="Timeline", x="time, in forwards of a stage", width=width, unit="forwards", decimals=0
-    )
+    x = "time, in forwards of a stage"
+    drawing = lanes(rows, end=end, title="Timeline", x=x, width=width, unit="forwards", decimals=0)
     several = "A few steps in a row. " if plan.is_asynchronous else ""
-    note = f"F1.0: the forward of microbatch 0 on stage 1. {several}With equal stages; messages take no time."
-    return (
-        f"<h2>Timeline of {escape(plan.schedule)}</h2>"
-        f'<div class="scroll"><div style="min-width: {width}px">{drawing}</div></div>'
-        f'<p class="note">{"".join(keys)} · {escape(note)}</p>'
-    )
+    under = f"F1.0: the forward of microbatch 0 on stage 1. {several}With equal stages; messages take no time."
+    keys = [key for verb, key in STYLES.items() if verb in verbs]
+    return card(f"Timeline of {plan.schedule}", drawing, note(under, keys), wide=True)
 
 
 # ---- fourfold plan ---------------------------------------------------------------------------------------------------
@@ -111,27 +117,27 @@ MAX_COLUMNS = 4  # of the table of memory
 GIB = 2**30
 
 
-def render_decision(decision: Decision, workload: Workload) -> str:
-    """The page of `fourfold plan`."""
+def describe_decision(decision: Decision, workload: Workload) -> dict[str, Any]:
+    """The data of the page of `fourfold plan`."""
+    under = ". ".join([*ranking_notes(decision), ""]).strip()
     cards = [
-        render_card(_ranking_card(decision, workload), wide=True),
-        render_card(_reasons_card(decision), wide=True),
-        render_card(_terms_card(decision), wide=True),
-        render_card(_front_card(decision, workload)),
-        render_card(_memory_card(decision.answer, workload)),
-        render_card(_refused_card(decision.refused), wide=True),
-        render_card(_step_card(decision.answer), wide=True),
+        card("The best plans", _table(ranking_rows(decision, workload)), note(under), wide=True),
+        card("Why the first", table((), reasons(decision), style="values"), wide=True),
+        _terms_card(decision),
+        _front_card(decision, workload),
+        _memory_card(decision.answer, workload),
+        _refused_card(decision.refused),
+        _step_card(decision.answer),
     ]
-    body = f'{_tiles(decision.answer, workload)}<div class="cards">{"".join(cards)}</div>'
-    fewer = [text] if (text := fewer_devices(decision)) else []
+    fewer = [words] if (words := fewer_devices(decision)) else []
     considered = f"{decision.num_considered:,} plans considered"
     under = " · ".join([*fewer, workload.machine, considered, equal_words(decision), *host_lines(decision)])
-    return render_page(f"Plan of {workload.task}", under, body)
+    return document(f"Plan of {workload.task}", under, cards, figures=_tiles(decision.answer, workload))
 
 
-def _tiles(best: Prediction, workload: Workload) -> str:
+def _tiles(best: Prediction, workload: Workload) -> list[tuple[str, str]]:
     share = workload.share_of_peak(best)
-    tiles = [
+    return [
         (format_step_seconds(best.seconds), "a step"),
         (format_si(workload.units_per_second(best)), f"{workload.unit} a second"),
         (UNKNOWN if share is None else format_percent(share), "of the peak of all devices"),
@@ -139,42 +145,24 @@ def _tiles(best: Prediction, workload: Workload) -> str:
         (format_percent(bubble_fraction(best)), "of the step in the bubble"),
         (f"{best.plan.mesh.size:,}", "devices"),
     ]
-    cells = (f"<div><b>{render_text(value)}</b><span>{render_text(name)}</span></div>" for value, name in tiles)
-    return f'<div class="figures" style="--columns: {len(tiles)}">{"".join(cells)}</div>'
 
 
-def _table(rows: Sequence[Sequence[str]], style: str) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> Part:
     head, *body = rows
-    return render_table(head, [render_row(row) for row in body], style=style)
+    return table(head, body)
 
 
-def _ranking_card(decision: Decision, workload: Workload) -> str:
-    note = ". ".join([*ranking_notes(decision), ""]).strip()
-    table = _table(ranking_rows(decision, workload), "plans")
-    return f'<h2>The best plans</h2>{table}<p class="note">{render_text(note)}</p>'
-
-
-def _reasons_card(decision: Decision) -> str:
-    rows = "".join(
-        f"<tr><th>{render_text(name)}</th><td>{render_text(text)}</td></tr>" for name, text in reasons(decision)
-    )
-    return f'<h2>Why the first</h2><table class="words reasons">{rows}</table>'
-
-
-def _terms_card(decision: Decision) -> str:
+def _terms_card(decision: Decision) -> Card:
     plans = compared(decision)
     longest = max(each.seconds for each in plans.values())
     unit = unit_of(longest)
-    lanes = [Lane(name, _term_blocks(each, unit)) for name, each in plans.items()]
-    drawing = _time_chart(lanes, longest, unit, title="Where a step goes")
-    keys = "".join(f'<span class="key {TERM_STYLES[name]}"></span>{name}' for name in used_terms(list(plans.values())))
-    table = _table(term_rows(plans), "memory")
-    return f'<h2>Where a step goes</h2><div class="scroll">{drawing}</div><p class="note">{keys}</p>{table}'
-
-
-def _time_chart(lanes: Sequence[Lane], longest: float, unit: TimeUnit, *, title: str) -> str:
-    end, x = longest * unit.factor, f"time, {unit.text}"
-    return lane_chart(lanes, end=end, title=title, x=x, unit=unit.text, decimals=unit.digits)
+    rows = {name: _term_blocks(each, unit) for name, each in plans.items()}
+    drawing = lanes(
+        rows, end=longest * unit.factor, title="Where a step goes", x=f"time, {unit.text}", unit=unit.text,
+        decimals=unit.digits,
+    )  # fmt: skip
+    keys = [(name, TERM_STYLES[name]) for name in used_terms(list(plans.values()))]
+    return card("Where a step goes", drawing, note("", keys), _table(term_rows(plans)), wide=True)
 
 
 def _term_blocks(prediction: Prediction, unit: TimeUnit) -> list[Block]:
@@ -186,7 +174,7 @@ def _term_blocks(prediction: Prediction, unit: TimeUnit) -> list[Block]:
     return blocks
 
 
-def _front_card(decision: Decision, workload: Workload) -> str:
+def _front_card(decision: Decision, workload: Workload) -> Card:
     fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
     unit = unit_of(max(each.seconds for each in [*decision.front, *fitting, decision.answer]))
 
@@ -200,51 +188,41 @@ def _front_card(decision: Decision, workload: Workload) -> str:
     ]
     limit = workload.memory_bytes
     if limit is not None and limit / GIB < 4 * max(x for x, _ in series[0].points or [(0.0, 0.0)]):
-        series.append(Series("memory of a device", [(limit / GIB, 0.0)], 0, "rule"))
-    drawing = line_figure(
-        series, x="memory of a rank, GiB", y=f"step, {unit.text}", title="Time against memory", from_zero=True
-    )
-    rows = "".join(
-        render_row([format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_words(each.plan)])
+        series.append(Series("memory of a device", [(limit / GIB, 0.0)], kind="rule"))
+    title, x = "Time against memory", "memory of a rank, GiB"
+    rows = [
+        (format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_words(each.plan))
         for each in sorted(decision.front, key=lambda each: each.memory.total)
-    )
-    head = render_row(["memory", "step", "plan"], "th")
-    table = f'<div class="scroll"><table class="listed plans">{head}{rows}</table></div>'
-    return (
-        f"<h2>Time against memory</h2>{drawing}<details><summary>{len(decision.front)} plans</summary>{table}</details>"
-    )
+    ]
+    listed = fold(f"{len(rows)} plans", table(("memory", "step", "plan"), rows, style="compared"))
+    return card(title, curves(series, x=x, y=f"step, {unit.text}", title=title, from_zero=True), listed)
 
 
-def _memory_card(best: Prediction, workload: Workload) -> str:
+def _memory_card(best: Prediction, workload: Workload) -> Card:
     rows = memory_rows(best, workload.memory_bytes, most_places=MAX_COLUMNS)
-    columns = [tuple(row) for row in zip(*rows, strict=True)]
     shown, places = len(rows) - 1, len(best.by_stage)
-    note = f"Of {places} places on the pipeline axis: the first, the one that holds most, the last."
-    text = f'<p class="note">{note}</p>' if shown < places else ""
-    return f"<h2>Memory of a rank</h2>{_table(columns, 'memory')}{text}"
+    under = f"Of {places} places on the pipeline axis: the first, the one that holds most, the last."
+    columns = [tuple(row) for row in zip(*rows, strict=True)]
+    return card("Memory of a rank", _table(columns), note(under if shown < places else ""))
 
 
-def _refused_card(refused: Sequence[Refused]) -> str:
-    if not refused:
-        return ""
-    rows = [("needs", "nearest change that fits", "plan")]
-    rows += [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
-    return f"<h2>Refused</h2>{_table(rows, 'plans leads')}"
+def _refused_card(refused: Sequence[Refused]) -> Card | None:
+    rows = [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
+    return card("Refused", table(("needs", "nearest change that fits", "plan"), rows), wide=True) if rows else None
 
 
-def _step_card(best: Prediction) -> str:
+def _step_card(best: Prediction) -> Card | None:
     """The simulated step of the first plan, a rank of each place on the pipeline axis."""
     if best.timeline is None:
-        return ""
-    timeline = best.timeline
+        return None
+    timeline, title = best.timeline, "One step, predicted"
     if sum(map(len, timeline.values())) > MAX_BLOCKS:
         timeline = {place: _computes(actions) for place, actions in timeline.items()}
     if sum(map(len, timeline.values())) > MAX_BLOCKS:
-        return "<h2>One step, predicted</h2><p>It has too many actions to be drawn.</p>"
-    lanes = timeline_lanes(timeline, name="rank" if best.plan.pp == 1 else "pp")
-    drawing = lane_chart(lanes, end=1e3 * makespan(best.timeline), title="One step, predicted", x="time, ms")
-    legend = timeline_legend(timeline, has_waits=False)
-    return f'<h2>One step, predicted</h2><div class="scroll">{drawing}</div><p class="note">{legend}</p>'
+        return card(title, text("It has too many actions to be drawn."), wide=True)
+    rows = timeline_lanes(timeline, name="rank" if best.plan.pp == 1 else "pp")
+    drawing = lanes(rows, end=1e3 * makespan(best.timeline), title=title)
+    return card(title, drawing, note("", timeline_keys(timeline, has_waits=False)), wide=True)
 
 
 def _computes(actions: Sequence[TimedAction]) -> tuple[TimedAction, ...]:
@@ -258,16 +236,15 @@ def _computes(actions: Sequence[TimedAction]) -> tuple[TimedAction, ...]:
 CURVE_AXES = {"memory": ("memory of a device, GiB", 2.0**30), "network": ("network, GB/s", 1e9)}
 
 
-def render_curves(curves: Sequence[Curve], *, title: str, under: str) -> str:
-    """The page of `fourfold plan` with lists."""
-    unit = curves[0].unit
-    cards = [render_card(_chart(curves, "Throughput", f"{unit} a second", lambda _, point: point.rate))]
-    if curves[0].key == DEVICES:
-        cards.append(render_card(_chart(curves, "Efficiency of a device", "of the first point, %", _percent_of_first)))
+def describe_curves(found: Sequence[Curve], *, title: str, under: str) -> dict[str, Any]:
+    """The data of the page of `fourfold plan` with lists."""
+    cards = [_chart(found, "Throughput", f"{found[0].unit} a second", lambda _, point: point.rate)]
+    if found[0].key == DEVICES:
+        cards.append(_chart(found, "Efficiency of a device", "of the first point, %", _percent_of_first))
     else:
-        cards.append(render_card(_chart(curves, "Step", "ms", lambda _, point: _milliseconds(point))))
-    cards += [render_card(_table_card(curve), wide=True) for curve in curves]
-    return render_page(title, under, f'<div class="cards">{"".join(cards)}</div>')
+        cards.append(_chart(found, "Step", "ms", lambda _, point: _milliseconds(point)))
+    cards += [card(each.label[:1].upper() + each.label[1:], _table(curve_rows(each)), wide=True) for each in found]
+    return document(title, under, cards)
 
 
 def _percent_of_first(curve: Curve, point: Point) -> float | None:
@@ -279,19 +256,13 @@ def _milliseconds(point: Point) -> float | None:
     return None if point.best is None else 1e3 * point.best.seconds
 
 
-def _chart(curves: Sequence[Curve], title: str, y: str, value: Callable[[Curve, Point], float | None]) -> str:
-    key = curves[0].key
+def _chart(found: Sequence[Curve], title: str, y: str, value: Callable[[Curve, Point], float | None]) -> Card:
+    key = found[0].key
     name, factor = CURVE_AXES.get(key, (key, 1.0))
     series = []
-    for number, curve in enumerate(curves):
+    for number, curve in enumerate(found):
         pairs = ((point.value, value(curve, point)) for point in curve.points)
         points = sorted((x / factor, y) for x, y in pairs if y is not None)
         series.append(Series(curve.label, points, number, "linked"))
-    drawing = line_figure(series, x=name, y=y, title=title, from_zero=True, legend=True)
-    return f"<h2>{title}</h2>{drawing or '<p>No plan fits.</p>'}"
-
-
-def _table_card(curve: Curve) -> str:
-    head, *rows = curve_rows(curve)
-    table = render_table(head, [render_row(row) for row in rows], style="plans")
-    return f"<h2>{render_text(curve.label[:1].upper() + curve.label[1:])}</h2>{table}"
+    drawing = curves(series, x=name, y=y, title=title, from_zero=True, legend=True)
+    return card(title, drawing or text("No plan fits."))

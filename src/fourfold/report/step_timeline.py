@@ -6,16 +6,14 @@ and says by how much each is off. Measured and simulated times join by (rank, ac
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
 from fourfold.planner.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
 from fourfold.planner.predict.prediction import RecordedPrediction
-from fourfold.report.html_page import render_text
-from fourfold.report.svg import Bar, Block, Lane, bar_chart, lane_chart
+from fourfold.report.document import Block, Card, Part, bars, card, fold, lanes, note, table, text
 from fourfold.trace.cost import StepCosts, measure_costs, step_costs
 from fourfold.trace.step_breakdown import (
     AVERAGE_TIME,
@@ -127,7 +125,7 @@ VERB_STYLES = {
     # One colour for all-gathers of weights: no program has both kinds.
     **dict.fromkeys((Verb.UNSHARD, Verb.GATHER), "unshard"),
 }
-BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "rest"}
+BAR_STYLES = {DATA_TIME: "data", WAITING_TIME: "wait", OTHER_TIME: "edge"}
 BAR_STYLES |= dict.fromkeys((*BACKGROUND_TIMES, AVERAGE_TIME), "reduce")
 BAR_STYLES |= dict.fromkeys((UNSHARD_TIME, GATHER_TIME), "unshard")
 OVERLAPS = {
@@ -136,73 +134,74 @@ OVERLAPS = {
     UNSHARD_TIME: "unshards, which run during forward and backward",
 }
 MAX_OPEN_ROWS = 24  # a longer table is folded away
+COLUMNS = ("measured, ms", "simulated, ms", "difference, ms", "ends, measured", "ends, simulated", "difference, ms")
 
 
-def action_card(trace: Trace) -> str:
+def action_card(trace: Trace) -> Card:
     """The card with the time per kind of action, as bars."""
     seconds_by_kind = {name: seconds for name, seconds in seconds_by_category(trace).items() if seconds > 0}
     total = sum(seconds for name, seconds in seconds_by_kind.items() if name not in BACKGROUND_TIMES) or 1.0
     rows = [
-        Bar(name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / total:.1f} %", BAR_STYLES.get(name, name))
+        (name, seconds * 1e3, f"{seconds * 1e3:.2f} ms · {100 * seconds / total:.1f} %", BAR_STYLES.get(name, name))
         for name, seconds in seconds_by_kind.items()
     ]
-    steps = f"{len(trace.steps)} sampled {'step' if len(trace.steps) == 1 else 'steps'}"
-    note = f"Means over {steps} and {len(trace.ranks)} {'rank' if len(trace.ranks) == 1 else 'ranks'}."
-    overlaps = [text for name, text in OVERLAPS.items() if name in seconds_by_kind]
-    if overlaps:
-        note += f" Not added to the step's time: {', '.join(overlaps)}."
-    return f'<h2>Time by action</h2>{bar_chart(rows, title="Time by action")}<p class="note">{escape(note)}</p>'
+    means = f"Means over {_count(len(trace.steps), 'sampled step')} and {_count(len(trace.ranks), 'rank')}."
+    overlaps = ", ".join(words for name, words in OVERLAPS.items() if name in seconds_by_kind)
+    under = f"{means} Not added to the step's time: {overlaps}." if overlaps else means
+    return card("Time by action", bars(rows, title="Time by action"), note(under))
 
 
-def step_card(trace: Trace) -> str:
-    """The card with the median step: all ranks measured and simulated, and the difference per action."""
-    step = median_step(trace)
-    costs = measure_costs(trace)
-    measured, simulated = measured_timeline(trace, step), simulated_timeline(trace, costs, step)
-    both = measured_seconds(trace, step), simulated_seconds(simulated, costs)
-    lead = _lead_seconds(trace, step)
-    rows = [*_measured_lanes(trace, step, measured, lead), Lane("", ()), *timeline_lanes(simulated, lead)]
-    end = (lead + max(makespan(measured), makespan(simulated))) * 1e3
-    drawing = lane_chart(rows, end=end, title=f"Step {step}, measured and simulated", x="time, ms")
-    deviation = both[1] / (both[0] or 1.0) - 1
-    text = (
-        f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
-        f"({_signed(100 * deviation, 1)} %). The simulation runs the same program at the median cost of each action "
-        f"over {len(trace.steps)} sampled steps, without waits."
-    )
-    mark = f"a line on the reduce lane: a bucket is {READY_EVENT}"
-    legend = timeline_legend(measured, simulated, has_data=any(event.lane == DATA_LANE for event in trace.events))
-    rows_of = compare_timelines(trace, step, simulated)
-    return (
-        f"<h2>One step, measured and simulated</h2><p>{escape(text)}</p>"
-        f'<div class="scroll">{drawing}</div><p class="note">{legend} · {mark}</p>'
-        f"{_difference_table(rows_of, both)}"
-    )
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def undrained_step_card(trace: Trace) -> str:
-    """The card with the median step of an asynchronous schedule. It is not simulated: what its backwards wait for has
-    been sent in other steps.
+def step_card(trace: Trace, *, is_asynchronous: bool = False) -> Card:
+    """The card with the median step: all ranks measured and simulated, and the difference per action.
+
+    A step of an asynchronous schedule is not simulated: what its backwards wait for has been sent in other steps.
     """
     step = median_step(trace)
     measured, lead = measured_timeline(trace, step), _lead_seconds(trace, step)
-    end = (lead + makespan(measured)) * 1e3
-    drawing = lane_chart(_measured_lanes(trace, step, measured, lead), end=end, title=f"Step {step}", x="time, ms")
-    text = (
-        f"Step {step}: {measured_seconds(trace, step) * 1e3:.2f} ms from its first action to its last. "
-        "Its backwards are of microbatches of earlier steps, and stages are in it at different times."
+    rows = _measured_lanes(trace, step, measured, lead)
+    has_data = any(event.lane == DATA_LANE for event in trace.events)
+    if is_asynchronous:
+        end = (lead + makespan(measured)) * 1e3
+        said = (
+            f"Step {step}: {measured_seconds(trace, step) * 1e3:.2f} ms from its first action to its last. "
+            "Its backwards are of microbatches of earlier steps, and stages are in it at different times."
+        )
+        drawing = lanes(rows, end=end, title=f"Step {step}")
+        return card("One step", text(said), drawing, note("", timeline_keys(measured, has_data=has_data)), wide=True)
+    costs = measure_costs(trace)
+    simulated = simulated_timeline(trace, costs, step)
+    both = measured_seconds(trace, step), simulated_seconds(simulated, costs)
+    rows |= {"": (), **timeline_lanes(simulated, lead)}
+    end = (lead + max(makespan(measured), makespan(simulated))) * 1e3
+    said = (
+        f"Step {step}: measured {both[0] * 1e3:.2f} ms, simulated {both[1] * 1e3:.2f} ms "
+        f"({_signed(100 * (both[1] / (both[0] or 1.0) - 1), 1)} %). The simulation runs the same program at the median "
+        f"cost of each action over {len(trace.steps)} sampled steps, without waits."
     )
-    legend = timeline_legend(measured, has_data=any(event.lane == DATA_LANE for event in trace.events))
-    return f'<h2>One step</h2><p>{escape(text)}</p><div class="scroll">{drawing}</div><p class="note">{legend}</p>'
+    return card(
+        "One step, measured and simulated",
+        text(said),
+        lanes(rows, end=end, title=f"Step {step}, measured and simulated"),
+        note(
+            f"a line on the reduce lane: a bucket is {READY_EVENT}",
+            timeline_keys(measured, simulated, has_data=has_data),
+        ),
+        _difference_table(compare_timelines(trace, step, simulated), both),
+        wide=True,
+    )
 
 
-def timeline_legend(*timelines: Timeline, has_data: bool = False, has_waits: bool = True) -> str:
+def timeline_keys(*timelines: Timeline, has_data: bool = False, has_waits: bool = True) -> list[tuple[str, str]]:
     """The categories of the actions drawn, each with its colour, waiting, and the waits for data, if any."""
     drawn = {timed.action.verb for each in timelines for actions in each.values() for timed in actions}
     keys = {word: VERB_STYLES[verb] for verb, word in CATEGORIES.items() if verb in drawn}
     keys |= {WAITING_TIME: "wait"} if has_waits else {}
     keys |= {DATA_TIME: "data"} if has_data else {}
-    return "".join(f'<span class="key {style}"></span>{word}' for word, style in keys.items())
+    return [*keys.items()]
 
 
 def _first_action(trace: Trace, step: int) -> float:
@@ -216,36 +215,34 @@ def _lead_seconds(trace: Trace, step: int) -> float:
     return max(0.0, first - min(asked, default=first))
 
 
-def _measured_lanes(trace: Trace, step: int, measured: Mapping[int, Sequence[TimedAction]], lead: float) -> list[Lane]:
+def _measured_lanes(trace: Trace, step: int, measured: Timeline, lead: float) -> dict[str, Sequence[Block]]:
     # `measured` starts at the step's first action, the trace at its own first event.
     zero = _first_action(trace, step) - lead
-    result = []
+    result: dict[str, Sequence[Block]] = {}
     for rank in trace.ranks:
         events = trace.events_of(step=step, rank=rank)
-        moments = [event for event in events if event.name.endswith(f" {READY_EVENT}")]
+        others = {
+            COMPUTE_LANE: [("waiting", e.start, e.stop, "wait") for e in merged_waits(events) if e.start >= zero],
+            REDUCE_LANE: [(e.name, e.start, e.start, "ink") for e in events if e.name.endswith(f" {READY_EVENT}")],
+            DATA_LANE: [(DATA_SPAN, e.start, e.stop, "data") for e in events if e.lane == DATA_LANE],
+        }
         for name in LANES:
             blocks = _blocks(measured[rank], name, lead)
-            if name == COMPUTE_LANE:
-                waits = [event for event in merged_waits(events) if event.start >= zero]
-                blocks += [Block("waiting", (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "wait") for e in waits]
-            if name == REDUCE_LANE:
-                blocks += [Block(e.name, (e.start - zero) * 1e3, (e.start - zero) * 1e3, "") for e in moments]
-            if name == DATA_LANE:
-                read = [event for event in events if event.lane == DATA_LANE]
-                blocks += [Block(DATA_SPAN, (e.start - zero) * 1e3, (e.stop - zero) * 1e3, "data") for e in read]
+            for text_of, start, stop, style in others.get(name, ()):
+                blocks.append(Block(text_of, (start - zero) * 1e3, (stop - zero) * 1e3, style))
             if blocks:
-                result.append(Lane(f"rank {rank} {name}", blocks))
+                result[f"rank {rank} {name}"] = blocks
     return result
 
 
-def timeline_lanes(timeline: Timeline, lead: float = 0.0, *, name: str = "simulated") -> list[Lane]:
+def timeline_lanes(timeline: Timeline, lead: float = 0.0, *, name: str = "simulated") -> dict[str, Sequence[Block]]:
     """The lanes of a simulated step, which begins `lead` seconds after the start of the axis."""
-    return [
-        Lane(f"{name} {rank} {lane}", blocks)
+    return {
+        f"{name} {rank} {lane}": blocks
         for rank, actions in timeline.items()
         for lane in LANES
         if (blocks := _blocks([timed for timed in actions if timed.end > timed.start], lane, lead))
-    ]
+    }
 
 
 def _blocks(actions: Sequence[TimedAction], name: str, lead: float) -> list[Block]:
@@ -256,26 +253,20 @@ def _blocks(actions: Sequence[TimedAction], name: str, lead: float) -> list[Bloc
     ]
 
 
-def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> str:
+def _difference_table(rows: Sequence[Difference], both: tuple[float, float]) -> Part:
     """`both`: how long the step takes, measured and simulated."""
-    head = (
-        "<tr><th>action</th><th>measured, ms</th><th>simulated, ms</th><th>difference, ms</th>"
-        "<th>ends, measured</th><th>ends, simulated</th><th>difference, ms</th></tr>"
-    )
-    body = [
-        _difference_row(f"rank {d.rank}   {d.action}", d.measured, d.simulated, d.measured_end, d.simulated_end)
+    found = [
+        (f"rank {d.rank} {d.action}", *_compared(d.measured, d.simulated), *_compared(d.measured_end, d.simulated_end))
         for d in rows
     ]
-    total = _difference_row("step", *both, *both, style=' class="total"')
-    table = f'<div class="scroll"><table class="compared">{head}{"".join(body)}{total}</table></div>'
-    shown = ' open=""' if len(rows) <= MAX_OPEN_ROWS else ""
-    return f"<details{shown}><summary>Difference per action</summary>{table}</details>"
+    found.append(("step", *_compared(*both), *_compared(*both)))
+    shown = table(("action", *COLUMNS), found, style="compared", total=True)
+    return fold("Difference per action", shown, opened=len(rows) <= MAX_OPEN_ROWS)
 
 
-def _difference_row(name: str, cost: float, price: float, end: float, simulated_end: float, *, style: str = "") -> str:
-    cells = (cost, price, price - cost, end, simulated_end, simulated_end - end)
-    shown = (_signed(cell * 1e3) if index % 3 == 2 else f"{cell * 1e3:.3f}" for index, cell in enumerate(cells))
-    return f"<tr{style}><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in shown)}</tr>"
+def _compared(one: float, other: float) -> tuple[str, str, str]:
+    """Two times and how much longer the second is, in milliseconds."""
+    return f"{one * 1e3:.3f}", f"{other * 1e3:.3f}", _signed((other - one) * 1e3)
 
 
 def _signed(value: float, digits: int = 3) -> str:
@@ -286,47 +277,47 @@ def _signed(value: float, digits: int = 3) -> str:
 # ---- predicted and measured ------------------------------------------------------------------------------------------
 
 
-def prediction_card(recorded: RecordedPrediction | None, trace: Trace | None, seconds: Sequence[float]) -> str:
-    """The card; "" without a prediction. `seconds`: of the steps, as the log has them."""
+def prediction_card(recorded: RecordedPrediction | None, trace: Trace | None, seconds: Sequence[float]) -> Card | None:
+    """The card; None without a prediction. `seconds`: of the steps, as the log has them."""
     if recorded is None:
-        return ""
-    text = f"Predicted {format_step_seconds(recorded.prediction.seconds)} a step with {recorded.made_with}"
+        return None
+    said = f"Predicted {format_step_seconds(recorded.prediction.seconds)} a step with {recorded.made_with}"
     if len(seconds) > 1:
         measured = statistics.median(seconds[1:])
         off = _signed(100 * (recorded.prediction.seconds / measured - 1), 1)
-        text += f"; measured {format_step_seconds(measured)}, the median of {len(seconds) - 1:,} steps: {off} %"
-    parts = [f"<h2>One step, predicted and measured</h2><p>{render_text(text)}.</p>"]
+        said += f"; measured {format_step_seconds(measured)}, the median of {len(seconds) - 1:,} steps: {off} %"
+    parts = []
     if trace is not None and recorded.prediction.timeline is not None:
-        parts += _drawing(recorded, trace)
-        parts.append(_tables(compare_prediction(trace, recorded.prediction)))
-    return "".join(parts)
+        parts = [*_drawing(recorded, trace), *_tables(compare_prediction(trace, recorded.prediction))]
+    return card("One step, predicted and measured", text(f"{said}."), *parts, wide=True)
 
 
-def _drawing(recorded: RecordedPrediction, trace: Trace) -> list[str]:
+def _drawing(recorded: RecordedPrediction, trace: Trace) -> list[Part | None]:
     predicted = timeline_by_rank(recorded.prediction)
     everything = measured_timeline(trace, median_step(trace))
     measured = {rank: everything[rank] for rank in predicted if rank in everything}
-    lanes = [
-        *timeline_lanes(predicted, name="predicted"),
-        Lane("", ()),
-        *timeline_lanes(measured, name="measured"),
-    ]
+    rows = {**timeline_lanes(predicted, name="predicted"), "": (), **timeline_lanes(measured, name="measured")}
     end = 1e3 * max(makespan(predicted), makespan(measured))
-    drawing = lane_chart(lanes, end=end, title="One step, predicted and measured", x="time, ms")
-    legend = timeline_legend(predicted, measured, has_waits=False)
-    note = "The first rank of each place on the pipeline axis. Measured: the sampled step of median length, with waits."
-    return [f'<div class="scroll">{drawing}</div><p class="note">{legend} · {note}</p>']
+    under = (
+        "The first rank of each place on the pipeline axis. Measured: the sampled step of median length, with waits."
+    )
+    return [
+        lanes(rows, end=end, title="One step, predicted and measured"),
+        note(under, timeline_keys(predicted, measured, has_waits=False)),
+    ]
 
 
-def _tables(rows: Sequence[ActionDifference]) -> str:
-    head = "<tr><th>{}</th><th>predicted, ms</th><th>measured, ms</th><th>difference, ms</th></tr>"
-    kinds = "".join(_row(each.category, each.predicted, each.measured) for each in by_category(list(rows)))
-    actions = "".join(_row(f"rank {each.rank}   {each.action}", each.predicted, each.measured) for each in rows)
-    table = '<div class="scroll"><table class="compared">{}{}</table></div>'
-    single = f"<details><summary>Action by action</summary>{table.format(head.format('action'), actions)}</details>"
-    return table.format(head.format("of a step, without waits"), kinds) + single
+def _tables(rows: Sequence[ActionDifference]) -> list[Part]:
+    """Of each kind of action, and action by action; the difference is predicted less measured."""
 
+    def shown(head: str, pairs: Sequence[tuple[str, float, float]]) -> Part:
+        columns = (head, "predicted, ms", "measured, ms", "difference, ms")
+        cells = []
+        for name, predicted, measured in pairs:
+            one, other, difference = _compared(measured, predicted)
+            cells.append((name, other, one, difference))
+        return table(columns, cells, style="compared")
 
-def _row(name: str, predicted: float, measured: float) -> str:
-    cells = f"{predicted * 1e3:.3f}", f"{measured * 1e3:.3f}", _signed((predicted - measured) * 1e3)
-    return f"<tr><td>{escape(name)}</td>{''.join(f'<td>{text}</td>' for text in cells)}</tr>"
+    kinds = [(each.category, each.predicted, each.measured) for each in by_category(list(rows))]
+    actions = [(f"rank {each.rank} {each.action}", each.predicted, each.measured) for each in rows]
+    return [shown("of a step, without waits", kinds), fold("Action by action", shown("action", actions))]

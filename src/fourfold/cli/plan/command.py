@@ -127,9 +127,10 @@ def _answer(questions: "Questions", arguments: PlanArguments, run: "PlannedRun |
     check_out(arguments)
     lines = _write_plan(arguments.out, chosen, measured, question)
     if (page := arguments.value("html")) is not None:
-        from fourfold.report.plan_pages import render_decision
+        from fourfold.report.document import render
+        from fourfold.report.plan_pages import describe_decision
 
-        write_file(Path(page), render_decision(decision, workload), where=WHERE)
+        write_file(Path(page), render(describe_decision(decision, workload)), where=WHERE)
         lines.append(f"page   {page}")
     if lines:
         print_text("\n" + "\n".join(lines))
@@ -160,9 +161,10 @@ def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mappin
     head = describe_curves(curves, lists, arguments)
     print_text(format_curves(curves, head=head))
     if (page := arguments.value("html")) is not None:
-        from fourfold.report.plan_pages import render_curves
+        from fourfold.report.document import render
+        from fourfold.report.plan_pages import describe_curves as describe_page
 
-        write_file(Path(page), render_curves(curves, title="What if", under=head), where=WHERE)
+        write_file(Path(page), render(describe_page(curves, title="What if", under=head)), where=WHERE)
         print_text(f"\npage   {page}")
     return 0
 
