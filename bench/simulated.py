@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 from bench.measurement import describe_machine
 from fourfold.plan.decode import format_pair
-from fourfold.report.step_timeline import (
+from fourfold.trace.cost import measure_costs
+from fourfold.trace.step_comparison import (
     measured_seconds,
     simulated_seconds,
     simulated_step_seconds,
     simulated_timeline,
 )
-from fourfold.trace.cost import measure_costs
 from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.words.text_table import align_columns
 

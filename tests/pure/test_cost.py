@@ -5,7 +5,9 @@ import pytest
 from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.report.step_timeline import (
+from fourfold.trace import step_breakdown
+from fourfold.trace.cost import StepCosts, measure_costs, step_costs
+from fourfold.trace.step_comparison import (
     compare_timelines,
     measured_seconds,
     measured_timeline,
@@ -14,8 +16,6 @@ from fourfold.report.step_timeline import (
     simulated_step_seconds,
     simulated_timeline,
 )
-from fourfold.trace import step_breakdown
-from fourfold.trace.cost import StepCosts, measure_costs, step_costs
 from fourfold.trace.trace_file import Event, Trace
 from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, REDUCE_LANE, WAIT_SPAN
 from tests.recorded_traces import PROGRAM, trace, zero3_trace

@@ -17,13 +17,13 @@ from torch import nn
 import fourfold as ff
 from fourfold.feed.source import TensorSource
 from fourfold.plan.plan import Plan
-from fourfold.report.step_timeline import simulated_timeline
 from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.torch_kit.param_access import untracked_access
 from fourfold.trace import step_breakdown
 from fourfold.trace.cost import measure_costs
+from fourfold.trace.step_comparison import simulated_timeline
 from fourfold.trainer.tracer import Tracer
 from fourfold.words.errors import PlanError, TrainingError
 from fourfold.words.program import Verb

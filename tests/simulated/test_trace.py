@@ -5,10 +5,10 @@ from concurrent.futures import Future
 import pytest
 
 from fourfold.plan.rank_program import lane_of
-from fourfold.report.step_timeline import simulated_timeline
 from fourfold.testing import threads
 from fourfold.trace import step_breakdown
 from fourfold.trace.cost import measure_costs, step_costs
+from fourfold.trace.step_comparison import simulated_timeline
 from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trainer.tracer import (
     FIRST_SAMPLED,

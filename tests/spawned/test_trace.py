@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.report.step_timeline import measured_seconds, simulated_step_seconds
+from fourfold.trace.step_comparison import measured_seconds, simulated_step_seconds
 from fourfold.trace.trace_file import decode_trace
 from fourfold.words.program import Verb
 from tests.spawned.test_launch import TASK, TORCHRUN, end, start

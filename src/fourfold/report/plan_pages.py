@@ -12,26 +12,8 @@ from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
 from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
+from fourfold.planner import plan_text
 from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows
-from fourfold.planner.plan_text import (
-    UNKNOWN,
-    TimeUnit,
-    bubble_fraction,
-    compared,
-    equal_words,
-    fewer_devices,
-    host_lines,
-    memory_rows,
-    nearest_changes,
-    plan_words,
-    ranking_notes,
-    ranking_rows,
-    reasons,
-    refusal,
-    term_rows,
-    unit_of,
-    used_terms,
-)
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Decision, Refused
@@ -119,19 +101,21 @@ GIB = 2**30
 
 def describe_decision(decision: Decision, workload: Workload) -> dict[str, Any]:
     """The data of the page of `fourfold plan`."""
-    under = ". ".join([*ranking_notes(decision), ""]).strip()
+    under = ". ".join([*plan_text.ranking_notes(decision), ""]).strip()
     cards = [
-        card("The best plans", _table(ranking_rows(decision, workload)), note(under), wide=True),
-        card("Why the first", table((), reasons(decision), style="values"), wide=True),
+        card("The best plans", _table(plan_text.ranking_rows(decision, workload)), note(under), wide=True),
+        card("Why the first", table((), plan_text.reasons(decision), style="values"), wide=True),
         _terms_card(decision),
         _front_card(decision, workload),
         _memory_card(decision.answer, workload),
         _refused_card(decision.refused),
         _step_card(decision.answer),
     ]
-    fewer = [words] if (words := fewer_devices(decision)) else []
+    fewer = [words] if (words := plan_text.fewer_devices(decision)) else []
     considered = f"{decision.num_considered:,} plans considered"
-    under = " · ".join([*fewer, workload.machine, considered, equal_words(decision), *host_lines(decision)])
+    under = " · ".join(
+        [*fewer, workload.machine, considered, plan_text.equal_words(decision), *plan_text.host_lines(decision)]
+    )
     return document(f"Plan of {workload.task}", under, cards, figures=_tiles(decision.answer, workload))
 
 
@@ -140,9 +124,9 @@ def _tiles(best: Prediction, workload: Workload) -> list[tuple[str, str]]:
     return [
         (format_step_seconds(best.seconds), "a step"),
         (format_si(workload.units_per_second(best)), f"{workload.unit} a second"),
-        (UNKNOWN if share is None else format_percent(share), "of the peak of all devices"),
+        (plan_text.UNKNOWN if share is None else format_percent(share), "of the peak of all devices"),
         (format_bytes(best.memory.total), "memory of a rank"),
-        (format_percent(bubble_fraction(best)), "of the step in the bubble"),
+        (format_percent(plan_text.bubble_fraction(best)), "of the step in the bubble"),
         (f"{best.plan.mesh.size:,}", "devices"),
     ]
 
@@ -153,19 +137,19 @@ def _table(rows: Sequence[Sequence[str]]) -> Part:
 
 
 def _terms_card(decision: Decision) -> Card:
-    plans = compared(decision)
+    plans = plan_text.compared(decision)
     longest = max(each.seconds for each in plans.values())
-    unit = unit_of(longest)
+    unit = plan_text.unit_of(longest)
     rows = {name: _term_blocks(each, unit) for name, each in plans.items()}
     drawing = lanes(
         rows, end=longest * unit.factor, title="Where a step goes", x=f"time, {unit.text}", unit=unit.text,
         decimals=unit.digits,
     )  # fmt: skip
-    keys = [(name, TERM_STYLES[name]) for name in used_terms(list(plans.values()))]
-    return card("Where a step goes", drawing, note("", keys), _table(term_rows(plans)), wide=True)
+    keys = [(name, TERM_STYLES[name]) for name in plan_text.used_terms(list(plans.values()))]
+    return card("Where a step goes", drawing, note("", keys), _table(plan_text.term_rows(plans)), wide=True)
 
 
-def _term_blocks(prediction: Prediction, unit: TimeUnit) -> list[Block]:
+def _term_blocks(prediction: Prediction, unit: plan_text.TimeUnit) -> list[Block]:
     blocks, at = [], 0.0
     for name, seconds in prediction.terms._asdict().items():
         if seconds > 0:
@@ -176,7 +160,7 @@ def _term_blocks(prediction: Prediction, unit: TimeUnit) -> list[Block]:
 
 def _front_card(decision: Decision, workload: Workload) -> Card:
     fitting = [each for each in decision.baselines.values() if not isinstance(each, Refused)]
-    unit = unit_of(max(each.seconds for each in [*decision.front, *fitting, decision.answer]))
+    unit = plan_text.unit_of(max(each.seconds for each in [*decision.front, *fitting, decision.answer]))
 
     def points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
         return sorted((each.memory.total / GIB, unit.factor * each.seconds) for each in predictions)
@@ -191,7 +175,7 @@ def _front_card(decision: Decision, workload: Workload) -> Card:
         series.append(Series("memory of a device", [(limit / GIB, 0.0)], kind="rule"))
     title, x = "Time against memory", "memory of a rank, GiB"
     rows = [
-        (format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_words(each.plan))
+        (format_bytes(each.memory.total), format_step_seconds(each.seconds), plan_text.plan_words(each.plan))
         for each in sorted(decision.front, key=lambda each: each.memory.total)
     ]
     listed = fold(f"{len(rows)} plans", table(("memory", "step", "plan"), rows, style="compared"))
@@ -199,7 +183,7 @@ def _front_card(decision: Decision, workload: Workload) -> Card:
 
 
 def _memory_card(best: Prediction, workload: Workload) -> Card:
-    rows = memory_rows(best, workload.memory_bytes, most_places=MAX_COLUMNS)
+    rows = plan_text.memory_rows(best, workload.memory_bytes, most_places=MAX_COLUMNS)
     shown, places = len(rows) - 1, len(best.by_stage)
     under = f"Of {places} places on the pipeline axis: the first, the one that holds most, the last."
     columns = [tuple(row) for row in zip(*rows, strict=True)]
@@ -207,8 +191,12 @@ def _memory_card(best: Prediction, workload: Workload) -> Card:
 
 
 def _refused_card(refused: Sequence[Refused]) -> Card | None:
-    rows = [(refusal(each), nearest_changes(each) or UNKNOWN, plan_words(each.plan)) for each in refused]
-    return card("Refused", table(("needs", "nearest change that fits", "plan"), rows), wide=True) if rows else None
+    rows = [
+        (plan_text.refusal(each), plan_text.nearest_changes(each) or plan_text.UNKNOWN, plan_text.plan_words(each.plan))
+        for each in refused
+    ]
+    shown = table(("needs", "nearest change that fits", "plan"), rows)
+    return card("Refused", shown, wide=True) if rows else None
 
 
 def _step_card(best: Prediction) -> Card | None:
