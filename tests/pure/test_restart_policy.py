@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from fourfold.environment.known_waits import KnownWait
+from fourfold.feed.sharing.shared_reads import as_raised, tell
 from fourfold.launcher import failure_report, hang_detector
 from fourfold.launcher.failure_report import Cause
 from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.launcher.restart_policy import RestartBudget, SupervisionPolicy
 from fourfold.trainer.heartbeat import DONE, PAUSED, STARTING, STEPPING, Heartbeat, HeartbeatRecord
-from fourfold.words.errors import READING, CheckpointError, PeerError, StoppedError, TrainingError
+from fourfold.words.errors import READING, CheckpointError, PeerError, StoppedError, TrainingError, WorkerDiedError
 
 KILLED = Cause("rank 1 of 2 was killed", 1, 1, signal=9)
 FAILED = Cause("rank 1 of 2 failed", 1, 1)
@@ -122,6 +123,19 @@ def test_a_job_that_never_had_a_folder_names_no_file_in_it(tmp_path: Path) -> No
 def test_errors_that_would_recur_are_not_retried(error: Exception) -> None:
     cause = failure_report.first_cause({0: failure_report.make_record(error, rank=0)}, {0: 1}, ["rank 0 of 1"])
     assert restart_decisions([(9, 0)], of=cause) == [False]
+
+
+def test_a_worker_that_is_killed_counts_as_a_killed_rank() -> None:
+    """Before the first step too, and at the same step; on the ranks that it reads for it is an echo."""
+    error = WorkerDiedError("a worker was killed")
+    error.signal = 9
+    records = {0: failure_report.make_record(as_raised(tell(error, 1)), rank=0)}
+    assert records[0].is_echo
+    records[1] = failure_report.make_record(error, rank=1)
+    cause = failure_report.first_cause(records, {}, ["rank 0 of 2", "rank 1 of 2"])
+    assert cause.rank == 1
+    for deaths in ([(-1, -1)], [(5, 0)] * 4):
+        assert restart_decisions(deaths, of=cause) == restart_decisions(deaths, of=KILLED)
 
 
 def test_a_job_restarts_after_a_peer_error() -> None:

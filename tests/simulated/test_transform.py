@@ -21,7 +21,7 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.files.open import open_files
 from fourfold.feed.position import Position
 from fourfold.feed.transform import Transformed
-from fourfold.words.errors import DataError, TrainingError
+from fourfold.words.errors import DataError, WorkerDiedError
 
 NUM_SAMPLES = 23
 SOURCE = [(torch.full((3,), float(number)), number) for number in range(NUM_SAMPLES)]
@@ -241,18 +241,36 @@ def test_a_file_of_a_transform_that_does_not_exist_is_said():
 
 
 class Killed:
-    """The worker that reads sample 7 is killed, as the kernel does for want of memory."""
+    """The worker is killed in the second epoch, as the kernel does for want of memory.
+
+    `between`: not while it reads, but after its batches lie ready.
+    """
+
+    def __init__(self, between):
+        self.between, self.pid, self.reads = between, *torch.zeros(2, 1, dtype=torch.int64).share_memory_()
 
     def __len__(self):
         return 20
 
     def __getitem__(self, index):
-        if index == 7 and torch.utils.data.get_worker_info():
+        self.pid[0], self.reads[0] = os.getpid(), self.reads + 1
+        if self.reads == 28 and not self.between:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(2), 0
 
 
-def test_a_worker_that_is_killed_is_named_with_its_signal():
-    loader = DataLoader(Killed(), batch_size=5, num_workers=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TrainingError, match=r"a worker of the DataLoader that was killed by SIGKILL .* fewer workers"):
-        by_sample(Feed.single_rank(loader, seed=3))
+@pytest.mark.parametrize("between", [False, True])
+def test_a_worker_that_is_killed_is_named_with_its_signal_in_each_epoch(between):
+    source = Killed(between)
+    loader = DataLoader(source, batch_size=5, num_workers=1, persistent_workers=True)  # pyright: ignore[reportArgumentType]
+    feed = Feed.single_rank(loader, seed=3)
+    assert len(list(feed)) == 4
+
+    def second_epoch():
+        for _ in feed:
+            if between:
+                os.kill(int(source.pid[0]), signal.SIGKILL)
+
+    with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL .* fewer workers") as caught:
+        second_epoch()
+    assert caught.value.signal == signal.SIGKILL

@@ -8,6 +8,7 @@ neither the batches nor where a run resumes, nor whether a run that is asked to 
 import atexit
 import functools
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -23,10 +24,12 @@ from fourfold.environment.processes import leave_signals_to_parent, process_stat
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
 from fourfold.feed.transform import in_epoch
-from fourfold.torch_kit.torch_private import ExceptionWrapper
+from fourfold.torch_kit.torch_private import ExceptionWrapper, worker_processes
 from fourfold.words.error_notes import noting, outer_traceback
-from fourfold.words.errors import FourfoldError, Problem, TrainingError
+from fourfold.words.errors import FourfoldError, Problem, WorkerDiedError
 from fourfold.words.task import Source
+
+EXIT_SECONDS = 5.0  # how long a worker whose connection is closed may take to end
 
 _END = object()
 
@@ -125,16 +128,16 @@ def _kill_workers() -> None:
 
 def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches of a loader's workers. Raises the first error for people among them."""
-    before = multiprocessing.active_children()
     get_temp_dir()  # the folder of the workers' sockets: this process removes it, as a worker that is killed does not
     batches = iter(loader)
-    own = [process for process in multiprocessing.active_children() if process not in before]
+    own = worker_processes(batches)
     _workers.update(own)
     while True:
         with noting("in a worker of the DataLoader"):  # whose lines are in the message
             try:
                 batch = next(batches, _END)
-            except RuntimeError:
+            except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or of a connection to a worker
+                _wait_for_exit([] if isinstance(error, RuntimeError) else own)
                 if (dead := _dead_worker_error(own)) is not None:
                     raise dead from None
                 raise
@@ -145,7 +148,14 @@ def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _dead_worker_error(workers: Iterable[Any]) -> TrainingError | None:
+def _wait_for_exit(workers: Sequence[Any]) -> None:
+    """Wait until one of them has ended: its connections are closed a moment earlier."""
+    if not any(process.exitcode for process in workers):
+        running = [process.sentinel for process in workers if process.exitcode is None]
+        multiprocessing.connection.wait(running, EXIT_SECONDS)
+
+
+def _dead_worker_error(workers: Sequence[Any]) -> WorkerDiedError | None:
     """Why a worker is not there any more; None: all are, or have ended as they should."""
     code = next((process.exitcode for process in workers if process.exitcode), None)
     if code is None:
@@ -155,7 +165,9 @@ def _dead_worker_error(workers: Iterable[Any]) -> TrainingError | None:
     if code < 0:
         got = f"a worker of the DataLoader that was killed by {signal.Signals(-code).name}"
         attempt = "fewer workers or a smaller prefetch_factor, if the kernel killed it for want of memory (see dmesg)"
-    return TrainingError(Problem(got, "workers that live as long as training", attempt), where="the data")
+    error = WorkerDiedError(Problem(got, "workers that live as long as training", attempt), where="the data")
+    error.signal = -code if code < 0 else None
+    return error
 
 
 def refused(error: Exception) -> Any:

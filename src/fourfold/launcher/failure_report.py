@@ -4,7 +4,8 @@ record      what a rank writes about the error that ended it: a JSON file, repla
 end record  the record of a program that returned, or called `sys.exit(0)`, written before its process ends
 echo        an error that only says that another rank is gone (a connection reset), or has failed; the cause only if
             there is no other
-final       an error with which another attempt would end too: every FourfoldError except PeerError
+final       an error with which another attempt would end too: every FourfoldError except PeerError and
+            WorkerDiedError
 early exit  a rank that ended with code 0 while others still needed it
 Law: the cause is the earliest record that is no echo; without one, a death by signal, then an exit code, then an early
 exit, then an echo.
@@ -31,6 +32,7 @@ from fourfold.words.errors import (
     FourfoldError,
     PeerError,
     StoppedError,
+    WorkerDiedError,
 )
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.
@@ -43,7 +45,10 @@ SUMMARY_CHARS = 300
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's error. torch's agent reads `message` and `timestamp`; people read `text`."""
+    """One rank's error. torch's agent reads `message` and `timestamp`; people read `text`.
+
+    `signal`: the number of the signal that killed a worker of the rank.
+    """
 
     rank: int
     kind: str
@@ -52,6 +57,7 @@ class FailureRecord:
     timestamp: float  # seconds since the epoch
     exit_code: int
     final: bool = False
+    signal: int | None = None
 
     @property
     def is_echo(self) -> bool:
@@ -66,7 +72,7 @@ class Cause:
     """Why a job ended: the text for the user, and the exit code.
 
     rank        the rank that failed; None if unknown
-    signal      the number of the signal that killed it
+    signal      the number of the signal that killed it, or a worker of its DataLoader
     is_final    another attempt would end in the same way
     is_stopped  the job was asked to stop, and did
     message     of the error that ended the rank, with its type, in one line; "" for another cause
@@ -102,7 +108,8 @@ def make_record(error: BaseException, *, rank: int) -> FailureRecord:
         text=format_error(error),
         timestamp=time.time(),
         exit_code=error.exit_code if isinstance(error, FourfoldError) else 1,
-        final=isinstance(error, FourfoldError) and not isinstance(error, PeerError),
+        final=isinstance(error, FourfoldError) and not isinstance(error, PeerError | WorkerDiedError),
+        signal=error.signal if isinstance(error, WorkerDiedError) else None,
     )
 
 
@@ -200,9 +207,10 @@ def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
     if entry.kind in (SystemExit.__name__, INTERRUPTED):
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
-    error = "" if entry.is_echo else _identity(entry)
+    # A worker's death is a fault of the machine, as a rank's is.
+    error = "" if entry.is_echo or entry.kind == WorkerDiedError.__name__ else _identity(entry)
     message = f"{entry.kind}: {' '.join(entry.message.split())}"[:SUMMARY_CHARS]
-    return Cause(text, entry.exit_code, entry.rank, is_final=entry.final, message=message, error=error)
+    return Cause(text, entry.exit_code, entry.rank, entry.signal, entry.final, message=message, error=error)
 
 
 def _identity(entry: FailureRecord) -> str:

@@ -416,3 +416,11 @@ def cuda_flash_attention_backward(
 def all_process_groups(distributed: Any) -> Iterable[Any]:
     """Every process group of this process. `distributed` is `torch.distributed`, which this file does not import."""
     return list(distributed.distributed_c10d._world.pg_map)
+
+
+# ---- data loaders -----------------------------------------------------------------------------------------------
+
+
+def worker_processes(batches: Iterator[Any]) -> list[Any]:
+    """The processes that read for an iterator of a DataLoader; none if it reads itself."""
+    return getattr(batches, "_workers", [])

@@ -184,6 +184,15 @@ class TrainingError(FourfoldError):
     exit_code = 1
 
 
+class WorkerDiedError(TrainingError):
+    """A worker process of a DataLoader has ended; its rank is healthy, so a restart may succeed.
+
+    `signal` is the number of the signal that killed it; None if it ended by itself.
+    """
+
+    signal: int | None = None
+
+
 class LaunchError(FourfoldError):
     """The processes of a job cannot find each other, or the variables of a launcher contradict each other."""
 

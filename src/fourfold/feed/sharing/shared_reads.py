@@ -46,6 +46,7 @@ from fourfold.words.errors import (
     Problem,
     SettingError,
     TaskError,
+    WorkerDiedError,
 )
 
 # ---- a batch, laid end to end ----------------------------------------------------------------------------------------
@@ -173,6 +174,8 @@ def tell(error: Exception, rank: int) -> ToldError:
     if type(error).__name__ in KINDS and isinstance(error, FourfoldError):
         return ToldError(type(error).__name__, [list(map(str, each)) for each in error.problems], error.where)
     place = f"on rank {rank}, which reads for this one too"
+    if isinstance(error, WorkerDiedError):  # the fault is that rank's
+        return ToldError("PeerError", [[f"{error.problems[0].got}, {place}"]])
     got = ", ".join([error_line(error), place, *getattr(error, "__notes__", ())])
     return ToldError("DataError", [[got, "a source that can be read", f"rank {rank} has the traceback"]], "the source")
 
