@@ -22,11 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
 from fourfold.feed.formats.mds import parse_encoding
+from fourfold.feed.pack.values import decode_image
 from fourfold.words.errors import DamagedSample, DataError
 
 MDS = Path(__file__).parents[1] / "format_files" / "mds"
@@ -395,3 +396,20 @@ def test_a_folder_of_several_data_sets_is_refused_by_their_names(
     assert "several data sets" in message(tmp_path)
     assert len(ff.open_source(f"{tmp_path}/*/*.parquet")) == 2  # a pattern says that all are meant
     assert torch.equal(ff.open_source(tmp_path / first).fetch([0])["x"], torch.tensor([1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "JPEG"])
+def test_images_are_turned_as_their_exif_data_says(kind: str) -> None:
+    """In every format, as `datasets` does; data that are damaged say nothing."""
+    image = Image.fromarray(np.arange(2 * 3 * 8 * 24, dtype=np.uint8).reshape(16, 24, 3))
+    for orientation in range(9):
+        exif, file = Image.Exif(), io.BytesIO()
+        exif[0x0112] = orientation
+        image.save(file, kind, exif=exif, lossless=True)
+        with Image.open(file) as shown:
+            expected = np.array(ImageOps.exif_transpose(shown)).transpose(2, 0, 1)
+        assert np.array_equal(decode_image(file.getvalue()).numpy(), expected), orientation
+    if kind in ("WEBP", "JPEG"):
+        damaged = io.BytesIO()
+        image.save(damaged, kind, exif=b"Exif\0\0MM\0*\0\0\0", lossless=True)
+        assert decode_image(damaged.getvalue()).shape == (3, 16, 24)

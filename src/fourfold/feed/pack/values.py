@@ -45,6 +45,9 @@ INT64 = range(-(2**63), 2**63)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 IMAGE_THREADS, PIXEL_BYTES = 4, 8  # that decode at once; of a pixel as it is stored, as RGB, and in the batch
 TILE_WIDTH, TILE_HEIGHT = 322, 323  # TIFF 6.0, section 15
+ORIENTATION = 0x0112  # of EXIF: how the pixels are turned to be upright
+FLIPS = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
+"""By orientation: the steps through rows and columns, from 5 on after the two have changed places."""
 STRUCT_OF_NUMBER = {"int": struct.Struct("<q"), "float": struct.Struct("<d"), "bool": struct.Struct("<?")}
 Part = bytes | memoryview
 
@@ -216,7 +219,7 @@ def tensor_of(content: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def decode_image(content: bytes) -> Tensor:
-    """The pixels of an image file: uint8 [3, height, width]. Raises ValueError if it is damaged."""
+    """The pixels of an image file, upright: uint8 [3, height, width]. Raises ValueError if it is damaged."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -229,11 +232,22 @@ def decode_image(content: bytes) -> Tensor:
             check_fits(IMAGE_THREADS * PIXEL_BYTES * width * height, f"{width} × {height} pixels")
             if image.mode == "F" or image.mode.startswith("I"):  # Pillow would cut them off at 255
                 raise ValueError(f"pixels of more than 8 bits, mode {image.mode}; with images=False they are bytes")
-            pixels = np.array(image.convert("RGB"))
+            pixels = _upright(np.array(image.convert("RGB")), image)
     except ValueError:
         raise
     except UnidentifiedImageError as error:  # whose message has an address, which is another in each attempt
         raise ValueError(f"it is no {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # Pillow's parsers raise what their input leads to: TypeError, struct.error, …
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _upright(pixels: np.ndarray, image: Any) -> np.ndarray:
+    """A view of an image's pixels [height, width, 3], turned as its EXIF data says."""
+    try:
+        orientation = image.getexif().get(ORIENTATION)  # Pillow has turned a TIFF, and has removed it
+    except Exception:  # damaged data, whatever its parser raises: Pillow's own readers ignore them too
+        return pixels
+    rows, columns = FLIPS.get(orientation, (1, 1))
+    turned = pixels.swapaxes(0, 1) if orientation in FLIPS and orientation > 4 else pixels
+    return turned[::rows, ::columns]
