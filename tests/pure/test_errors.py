@@ -4,6 +4,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PLACES, DataError, PlanError, Problem, closest_match, place_of_setting
@@ -52,6 +54,20 @@ def test_closest_match_finds_a_similar_word_or_none():
     assert closest_match("microbatch", ["microbatches", "dp"]) == "microbatches"
     assert closest_match("xyz", ["microbatches", "dp"]) is None
     assert closest_match("h100", ["v100", "dgx-a100", "dgx-h100"]) == "dgx-h100"
+
+
+@given(st.data())
+def test_a_word_with_one_wrong_letter_is_recognized_and_another_word_is_not(data):
+    """Of four letters or more. A word that only shares letters with a setting suggests none."""
+    known = ["rates", "steps", "zero", "clip", "folder", "checkpoint_every", "best_metric", "peer_timeout"]
+    word = data.draw(st.sampled_from(known))
+    at, letter = data.draw(st.integers(0, len(word) - 1)), data.draw(st.sampled_from("jkq"))
+    assert closest_match(word[:at] + letter + word[at + 1 :], known) == word
+    assert closest_match(word[:at] + letter + word[at:], known) == word
+    assert closest_match(word[:at] + word[at + 1 :], known) == word
+    for other in ("fresh", "trainer", "reset", "retries", "stop", "force", "power", "notes", "last", "version"):
+        assert closest_match(other, [*known, "precision", "tp", "order"]) is None, other
+    assert [closest_match(part, known) for part in ("metric", "timeout")] == ["best_metric", "peer_timeout"]
 
 
 def test_closest_match_knows_the_words_of_other_frameworks_in_any_spelling():

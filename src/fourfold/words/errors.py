@@ -269,7 +269,10 @@ def closest_match(word: str, choices: Iterable[str]) -> str | None:
     # Of the words of others only what is very near: batchsize is like tp_size.
     close = [plain] if plain in known else longer or near(list(known), cutoff=0.8)
     if not close and plain not in SYNONYMS:  # else its meaning is known, and vocab_size is like batch_size
-        close = near(list(by_plain), cutoff=0.6)
+        # A letter or two are wrong, or the word is cut off: force is not order, and vocab is vocabulary.
+        more, cutoff = (2, 0.75) if len(plain) > 3 else (1, 0.6)
+        close = near([each for each in by_plain if abs(len(each) - len(plain)) <= more], cutoff=cutoff)
+        close += [each for each in by_plain if len(plain) > 2 and (each.startswith(plain) or each.endswith(plain))]
     return known[close[0]] if close else None
 
 
