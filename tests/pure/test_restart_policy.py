@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.checkpoint.store import CHECKPOINTS_DIR
 from fourfold.environment.known_waits import KnownWait
 from fourfold.feed.sharing.shared_reads import as_raised, tell
 from fourfold.launcher import failure_report, hang_detector
@@ -111,6 +112,16 @@ def test_a_job_that_ends_with_the_same_error_says_so(tmp_path: Path, deaths: lis
     text = budget.exhausted_text(cause)
     assert text.startswith("gave up after 1 restart: the same error came again after step 5\n  look at")
     assert "restarts=" not in text
+
+
+def test_a_job_that_starts_over_though_it_had_done_steps_says_so(tmp_path: Path) -> None:
+    policy = SupervisionPolicy(has_heartbeat=True, run_dir=tmp_path / "run")
+    removed = f" from the first step: {policy.run_dir} was removed"
+    assert [policy.starts_over_text(at(step)) for step in (-1, 0, 5)] == ["", "", removed]
+    (tmp_path / "run").mkdir()
+    assert policy.starts_over_text(at(-1, 5)) == removed.replace("was removed", "has no checkpoint")
+    (tmp_path / "run" / CHECKPOINTS_DIR / "step-00000004").mkdir(parents=True)
+    assert policy.starts_over_text(at(5)) == ""
 
 
 def test_a_job_that_never_had_a_folder_names_no_file_in_it(tmp_path: Path) -> None:

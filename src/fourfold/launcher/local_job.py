@@ -262,7 +262,8 @@ class Agent(LocalElasticAgent):
         self._pending_faults.append((fault, time.monotonic()))
         if restarts:
             used = f" ({self._budget.num_used} of {self.policy.max_restarts} restarts without progress)"
-            self.policy.notify(f"{cause.text}\nstarting again{used if self._budget.num_used > 1 else ''}")
+            counted = used if self._budget.num_used > 1 else ""
+            self.policy.notify(f"{cause.text}\nstarting again{self.policy.starts_over_text(beats)}{counted}")
 
     def _record_recovered(self) -> None:
         """Record the pending faults once training continues again."""

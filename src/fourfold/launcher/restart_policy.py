@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.checkpoint.store import resume_hint
+from fourfold.checkpoint.store import CheckpointStore, resume_hint
 from fourfold.launcher.failure_report import Cause
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.heartbeat import HeartbeatRecord
@@ -46,6 +46,16 @@ class SupervisionPolicy:
     def resume_hint(self) -> str:
         """What the same command will do; "" if unknown."""
         return "" if self.run_dir is None else resume_hint(self.run_dir)
+
+    def starts_over_text(self, heartbeats: Sequence[HeartbeatRecord]) -> str:
+        """What to say of a job that starts again where it had done steps and nothing is saved; otherwise ""."""
+        if (
+            self.run_dir is None
+            or max(beat.done_step for beat in heartbeats) < 1
+            or CheckpointStore(self.run_dir).steps()
+        ):
+            return ""
+        return f" from the first step: {self.run_dir} {'has no checkpoint' if self.run_dir.exists() else 'was removed'}"
 
 
 class RestartBudget:
