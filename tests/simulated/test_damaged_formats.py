@@ -470,6 +470,18 @@ def arrow_of_one_text_in_a_list(folder: Path) -> None:
     feather.write_feather(pa.table({"x": pa.ListArray.from_arrays([0, 2**6], texts)}), str(folder / "x.feather"))
 
 
+def parquet_of_one_text_in_a_dictionary(folder: Path) -> None:
+    """A text of 12 MiB: it, its page, and its place in a batch and in a table are more than its file says."""
+    table = pa.table({"x": ["a" * 12 * 2**20], "y": [os.urandom(2**14)]})
+    pq.write_table(table, folder / "x.parquet", compression="zstd", dictionary_pagesize_limit=2**30)
+
+
+def arrow_of_large_metadata(folder: Path) -> None:
+    table = pa.table({"x": [1]}).replace_schema_metadata({"huggingface": EMPTY_LISTS})
+    with pa.ipc.new_stream(str(folder / "x.arrow"), table.schema) as stream:
+        stream.write_table(table)
+
+
 def hdf5_of_one_text(folder: Path) -> None:
     """Every place of a row refers to the text of the first."""
     with h5py.File(folder / "x.h5", "w") as file:
@@ -636,8 +648,14 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a file of .npz": (npz_of_zeros, "", "arrays of 67108992 bytes"),
     "a row group of one number": (parquet_of_one_number, "", "a part of 67108864 bytes"),
     "a row group of one text": (parquet_of_one_text, "", "row group 0 of [0-9]+ bytes"),
+    "a dictionary of one text": (parquet_of_one_text_in_a_dictionary, "", "a dictionary in row group 0 of 503[0-9]+ b"),
     "columns of one text": (parquet_of_one_text_in_columns, "", "row group 0 of [0-9]+ bytes"),
     "a list of one text": (arrow_of_one_text_in_a_list, "", "the values of a dictionary of 67108864 bytes"),
+    "metadata of datasets": (
+        arrow_of_large_metadata,
+        "",
+        "metadata of `datasets`: the values",
+    ),
     "texts of HDF5": (hdf5_of_one_text, "", "the texts of a row of [0-9]+ bytes"),
     "a hole in a tar": (hole("x.tar", tar_head()), "", "a record of 67108864 bytes"),
     "a hole in records": (hole("x.tfrecord", empty_record()), "", "record 1: the checksum of its length is wrong"),

@@ -116,6 +116,17 @@ def test_a_server_that_accepts_and_is_silent_is_asked_again(caplog, monkeypatch)
     assert all("shard-0: Timeout on reading data from socket; again in" in each for each in said)
 
 
+@pytest.mark.parametrize("protocol", ["gs", "gcs", "az", "abfs", "abfss"])
+def test_the_file_systems_of_clouds_get_a_limit_of_silence(protocol, monkeypatch):
+    fsspec, given = pytest.importorskip("fsspec"), {}
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: given.update(options) or (None, ""))
+    open_origin(f"{protocol}://bucket/data", backoff=QUICK, token="anon")
+    limits = [getattr(value, "sock_read", value) for name, value in given.items() if name.endswith("timeout")]
+    assert limits == [origin_module.SILENT_SECONDS] * len(limits) != []
+    open_origin(f"{protocol}://bucket/data", backoff=QUICK, requests_timeout=7, read_timeout=7)
+    assert (given["requests_timeout"], given["read_timeout"]) == (7, 7)
+
+
 @pytest.mark.parametrize("failures", [(), (403,), (0,) * 100], ids=["missing", "forbidden", "no HTTP"])
 def test_no_error_shows_a_password_and_a_missing_file_is_said_to_be_missing(failures, caplog):
     with serving(failures=failures) as server:

@@ -151,13 +151,15 @@ def _is_bytes(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def _image_columns(schema: Any) -> frozenset[str]:
-    """The columns that Hugging Face's `datasets` has written as images."""
+def _image_columns(schema: Any, where: str) -> frozenset[str]:
+    """The columns that Hugging Face's `datasets` has written as images. Raises DataError for metadata without end."""
     try:
-        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        features = load_json((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
         return frozenset(name for name, each in features.items() if each.get("_type") == "Image")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         return frozenset()  # somebody else's metadata
+    except ValueError as error:  # larger than the share
+        raise DataError(Problem(f"metadata of `datasets`: {error}", "metadata of columns"), where=where) from error
 
 
 def _rows_of(table: Any, images: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
@@ -322,6 +324,8 @@ MAX_RATIO = 2000  # of zstd and the encodings of Parquet together, for data that
 MAX_ROWS, MOST_ROWS = 2**48, 2**16  # of a row group; of what is read of it at once
 TOGETHER_BYTES = 2**20  # of columns that are read at once
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # of the physical types; not of bits and bytes
+# Of a page, in the file `parquet.thrift`: its head begins with its type and its size when it is unpacked.
+DICTIONARY_PAGE, PAGE_HEAD_BYTES, NEXT_I32 = 2, 16, b"\x15"
 MAX_STREAM_BYTES = 2**28  # in memory, of a stream that is compressed
 
 
@@ -334,10 +338,24 @@ def as_value_error() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
+def _first_numbers(head: bytes) -> Iterator[int]:
+    """The i32s with which a head in thrift's compact protocol begins. Raises ValueError after the last one."""
+    at = 0
+    while head[at : at + 1] == NEXT_I32:
+        end = next((end for end in range(at + 1, len(head)) if head[end] < 0x80), None)
+        if end is None:
+            break
+        number = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(head[at + 1 : end + 1]))
+        yield (number >> 1) ^ -(number & 1)
+        at = end + 1
+    raise ValueError("a page whose head is damaged")
+
+
 class _Parquet:
     """A Parquet file; parts are its row groups."""
 
     def __init__(self, path: str, size: int, columns: Sequence[str] | None) -> None:
+        self._path = path
         self._file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True, memory_map=False)
         self.schema, metadata = self._file.schema_arrow, self._file.metadata
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -369,6 +387,9 @@ class _Parquet:
 
     def part(self, number: int) -> Any:
         total, columns = 0, []
+        for chunk in itertools.chain.from_iterable(self._chunks(number).values()):
+            # As a page, as its values, and one of these in a batch and in a table.
+            check_fits(4 * self._dictionary_bytes(chunk), f"a dictionary in row group {number}")
         for names, num_bytes in self._together(number):  # of a column, pyarrow holds at most 2 GiB of text at once
             rows = min(MOST_ROWS, max(1, share_bytes() // (4 * max(1, num_bytes))))
             batches = []
@@ -379,6 +400,15 @@ class _Parquet:
             table = pyarrow().Table.from_batches(batches, None if batches else self.schema)
             columns += [table.column(name).combine_chunks() for name in names]
         return pyarrow().table(columns, self.columns)
+
+    def _dictionary_bytes(self, chunk: Any) -> int:
+        """What the dictionary of a column in a row group unpacks to, as the head of its page says; 0: it has none."""
+        start = min(each for each in (chunk.dictionary_page_offset, chunk.data_page_offset) if each)
+        with open(self._path, "rb") as file:
+            file.seek(start)
+            head = file.read(PAGE_HEAD_BYTES)
+        kind, num_bytes = itertools.islice(_first_numbers(head), 2)
+        return num_bytes if kind == DICTIONARY_PAGE else 0
 
     def _together(self, number: int) -> Iterator[tuple[list[str], int]]:
         """Columns that are read at once, and how long a row of them can be: a call of pyarrow goes over all columns."""
@@ -476,7 +506,7 @@ class TableRows:
                 attempt = "a folder for each, or columns= without them"
                 raise DataError(Problem(f"{path}: {_summary(found, differ)}", need, attempt), where=self.name)
             file.columns = self.field_names
-        self._images = _image_columns(self._files[0].schema)
+        self._images = _image_columns(self._files[0].schema, self._paths[0])
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
         self._parts = Unpacked[Any]()

@@ -155,9 +155,7 @@ def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     try:
         import fsspec
 
-        if url.startswith(("http://", "https://")):
-            options = {**options, "client_kwargs": _http_options() | options.get("client_kwargs", {})}
-        file_system, root = fsspec.core.url_to_fs(url, **options)
+        file_system, root = fsspec.core.url_to_fs(url, **_with_timeouts(url.partition("://")[0], options))
     except ImportError as error:
         protocol = url.partition("://")[0]
         attempt = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else ""
@@ -167,11 +165,18 @@ def _open_url(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return file_system, str(root).rstrip("/")
 
 
-def _http_options() -> dict[str, Any]:
-    """Those of aiohttp, which by default waits five minutes for a whole file, silent or not."""
+def _with_timeouts(protocol: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and where they name none the limits of what by default waits for minutes, or for ever."""
+    if protocol in ("az", "abfs", "abfss"):
+        return {"connection_timeout": SILENT_SECONDS, "read_timeout": SILENT_SECONDS, **options}
+    if protocol not in ("http", "https", "gs", "gcs"):
+        return options
     import aiohttp
 
-    return {"timeout": aiohttp.ClientTimeout(sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)}
+    timeout = aiohttp.ClientTimeout(sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    if protocol in ("gs", "gcs"):
+        return {"requests_timeout": timeout, **options}
+    return {**options, "client_kwargs": {"timeout": timeout} | options.get("client_kwargs", {})}
 
 
 def check_length(content: bytes, name: str, start: int, stop: int, where: str) -> bytes:
