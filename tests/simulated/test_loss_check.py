@@ -410,3 +410,52 @@ def test_a_cause_that_all_checks_have_is_said_once() -> None:
     objective = Objective(UserLoss(F.cross_entropy), is_batch_split=True)
     verdict = loss_check.check_loss(Slip(4, CLASSES), objective, given, [given, given], **options)
     assert verdict.fallback_reason.count("a slip of the pen") == 1
+
+
+class Counting(nn.Module):
+    """Counts its calls in a number of Python, as an annealed loss does."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.calls, self.weight = 0, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.weight * self.calls)
+
+
+@pytest.mark.parametrize("weight", [0.1, 1e-5])  # the second shows in float64 only
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_a_number_of_python_that_each_forward_changes_is_named(weight: float, of_loss: bool):
+    class Annealed:
+        def __init__(self) -> None:
+            self.step = 0
+
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.step += 1
+            return F.mse_loss(outputs, targets) * (1 + weight * self.step)
+
+    def refused(comm: Any) -> str:
+        body = nn.Linear(3, 2) if of_loss else nn.Sequential(nn.Linear(3, 2), Counting(weight))
+        loss = Annealed() if of_loss else F.mse_loss
+        step = TrainStep(body, loss, sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        rows = torch.arange(12.0).reshape(4, 3) / 12 + comm.rank
+        with pytest.raises(TaskError) as caught:
+            step((rows, rows[:, :2]))
+        return str(caught.value)
+
+    expected = "step of Annealed" if of_loss else "1.calls of Counting"
+    assert f"each forward changes {expected}, and the loss depends on it" in threads.run(2, refused)[0]
+
+
+def test_a_number_that_only_counts_does_not_explain_a_loss_that_is_no_mean():
+    def refused(comm: Any) -> str:
+        body = nn.Sequential(nn.Linear(3, 2), Counting(0.0))
+        step = TrainStep(body, lambda o, t: (o - t).square().sum(), sgd, plan=Plan(dp=2), communicator=comm, clip=None)
+        with pytest.raises(TaskError) as caught:
+            step((torch.ones(4, 3) + comm.rank, torch.zeros(4, 2)))
+        return str(caught.value)
+
+    message = threads.run(2, refused)[0]
+    assert "a scalar loss of" in message
+    assert "each forward" not in message

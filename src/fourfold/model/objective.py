@@ -47,6 +47,10 @@ class LossFunction(Protocol):
         """The modules that the function is, or holds as a method, a partial or a closure; not the model's."""
         ...
 
+    def objects(self) -> list[Any]:
+        """The function, and what it holds."""
+        ...
+
     def with_new_graph(self, outputs: Any) -> Any:
         """The outputs, as the start of a graph of what the function computes of them."""
         ...
@@ -66,6 +70,9 @@ class ModelLoss:
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
         return nn.ModuleList()
+
+    def objects(self) -> list[Any]:
+        return []
 
     def with_new_graph(self, outputs: Any) -> Any:
         return outputs
@@ -92,14 +99,16 @@ class UserLoss:
         return describe_function(self._function)
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
+        of_model = set(model.modules())
+        modules = dict.fromkeys(each for each in self.objects() if isinstance(each, nn.Module))
+        return nn.ModuleList(module for module in modules if module not in of_model)
+
+    def objects(self) -> list[Any]:
         function: Any = self._function
         objects = [function, getattr(function, "__self__", None), getattr(function, "func", None)]
         objects += [*getattr(function, "args", ()), *(getattr(function, "keywords", None) or {}).values()]
         cells = getattr(function, "__closure__", None) or ()
-        objects += [cell.cell_contents for cell in cells if _is_cell_filled(cell)]
-        of_model = set(model.modules())
-        modules = dict.fromkeys(each for each in objects if isinstance(each, nn.Module))
-        return nn.ModuleList(module for module in modules if module not in of_model)
+        return objects + [cell.cell_contents for cell in cells if _is_cell_filled(cell)]
 
     def with_new_graph(self, outputs: Any) -> Any:
         return tree_map(outputs, _require_grad)
@@ -175,6 +184,10 @@ class Objective:
     def loss_modules(self, model: nn.Module) -> nn.ModuleList:
         """The modules that the loss function is, or holds as a method, a partial or a closure; not the model's."""
         return self._loss.modules(model)
+
+    def loss_objects(self) -> list[Any]:
+        """The loss function and what it holds; none if the model computes its loss."""
+        return self._loss.objects()
 
     @property
     def loss_names(self) -> str:

@@ -34,6 +34,7 @@ from fourfold.model.model_call import call_model, eval_mode
 from fourfold.model.objective import ForwardResult, Objective
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.proof.checks import preserve_module
+from fourfold.proof.counted_forwards import count_problem
 from fourfold.proof.grad_projections import is_close
 from fourfold.proof.loss_check import LossComparison, compare_losses
 from fourfold.proof.loss_probes import probe_loss, probe_model_loss
@@ -306,6 +307,7 @@ class ForwardComparison:
             if full.loss_state_changes:
                 problems += self._loss_state_problems(batch, [*parts, full])
             loss = {"loss": self._compare_losses(batch, full, parts)} if is_loss_compared else {}
+            problems += self._count_problems(batch, *loss.values())
         if self._is_scalar(full) and self._objective.is_compiled:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
@@ -487,6 +489,19 @@ class ForwardComparison:
                 full, parts = self._forward_parts(batch, full)
                 problems = self._state_problems(batch, [*parts, full])
         return is_changed, problems
+
+    def _count_problems(self, batch: Any, comparison: LossComparison | None = None) -> list[Problem]:
+        """What explains a loss that is no mean, if the model or the loss counts its forwards."""
+        if comparison is None or comparison.problem is None or comparison.has_randomness:
+            return []
+
+        def raw_loss() -> Tensor:
+            result = self._forward(batch).result
+            assert result is not None
+            return result.raw_loss
+
+        problem = count_problem(self._model, self._objective, raw_loss)
+        return [] if problem is None else [problem]
 
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""

@@ -34,6 +34,7 @@ from fourfold.proof.checks import (
     preserve_module,
     summarize_error,
 )
+from fourfold.proof.counted_forwards import count_problem
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
 from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients, run_backward
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_parameters, copy_tensor_attributes
@@ -244,7 +245,14 @@ class LossCheck:
                 if self._compare(full, parts, SCALES) is None:
                     return None
                 self.is_scale_dependent = True  # unless the next comparison shows a problem too
-        return self._compare(full, parts, (1.0, 1.0))
+        problem = self._compare(full, parts, (1.0, 1.0))
+        if problem is None:
+            return None
+
+        def raw_loss() -> Tensor:
+            return self._run_pass([full], 1.0).results[0].raw_loss
+
+        return count_problem(self._model, self._objective, raw_loss) or problem
 
     def _compare(self, full: Any, parts: Sequence[Any], scales: tuple[float, float]) -> Problem | None:
         full_pass, parts_pass = self._run_pass([full], scales[0]), self._run_pass(parts, scales[1])
