@@ -10,8 +10,10 @@ import os
 import re
 import shutil
 import sqlite3
+import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -265,10 +267,33 @@ def test_nulls_within_lists_and_metadata_that_lie_are_damage_of_their_rows(tmp_p
     assert samples_of(tmp_path / "y.parquet") == [{"x": {"y": 1}, "text": "a"}]
 
 
-def test_pixels_of_16_bits_are_not_cut_off_at_255(tmp_path: Path):
-    Image.fromarray(np.array([[0, 1000]], np.uint16)).save(tmp_path / "x.png")
-    with pytest.raises(DamagedSample, match="pixels of more than 8 bits, mode I;16; with images=False"):
-        samples_of(tmp_path / "x.png")
+def png_of_16_bits(color_type: int, channels: int) -> bytes:
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", 1, 1, 16, color_type, 0, 0, 0),
+        b"IDAT": zlib.compress(b"\0" + struct.pack(f">{channels}H", *[1000] * channels)),
+        b"IEND": b"",
+    }
+    written = [
+        len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4) for kind, data in chunks.items()
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(written)
+
+
+def tiff_of_16_bits(mode: str) -> bytes:
+    file, channels = io.BytesIO(), len(mode)
+    Image.new(mode, (1, 1)).save(file, "TIFF")
+    bits = file.getvalue().replace(struct.pack(f"<{channels}H", *[8] * channels), struct.pack("<H", 16) * channels)
+    return bits + bytes(2 * channels)
+
+
+def test_samples_of_16_bits_are_not_cut_down_to_8(tmp_path: Path):
+    for color_type, channels in ((0, 1), (4, 2), (2, 3), (6, 4)):
+        (tmp_path / f"{color_type}.png").write_bytes(png_of_16_bits(color_type, channels))
+    for mode in ("RGB", "RGBA", "CMYK"):
+        (tmp_path / f"{mode}.tif").write_bytes(tiff_of_16_bits(mode))
+    for path in tmp_path.iterdir():
+        with pytest.raises(DamagedSample, match="samples of more than 8 bits in an image; with images=False"):
+            samples_of(path)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ KINDS: dict[type, Kind] = {
 INT64 = range(-(2**63), 2**63)
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 IMAGE_THREADS, PIXEL_BYTES = 4, 8  # that decode at once; of a pixel as it is stored, as RGB, and in the batch
-TILE_WIDTH, TILE_HEIGHT = 322, 323  # TIFF 6.0, section 15
+BITS_PER_SAMPLE, TILE_WIDTH, TILE_HEIGHT = 258, 322, 323  # TIFF 6.0, sections 8 and 15
 ORIENTATION = 0x0112  # of EXIF: how the pixels are turned to be upright
 FLIPS = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 5: (1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}
 """By orientation: the steps through rows and columns, from 5 on after the two have changed places."""
@@ -230,8 +230,9 @@ def decode_image(content: bytes) -> Tensor:
             tags = getattr(image, "tag_v2", {})  # of a TIFF, which is unpacked by whole tiles, however small it is
             width, height = max(image.width, tags.get(TILE_WIDTH, 0)), max(image.height, tags.get(TILE_HEIGHT, 0))
             check_fits(IMAGE_THREADS * PIXEL_BYTES * width * height, f"{width} × {height} pixels")
-            if image.mode == "F" or image.mode.startswith("I"):  # Pillow would cut them off at 255
-                raise ValueError(f"pixels of more than 8 bits, mode {image.mode}; with images=False they are bytes")
+            # Pillow would cut them down to 8 bits. A PNG's it reads in layouts named I;16B, RGB;16B, LA;16B, …
+            if ";16B" in str(image.tile) or max(tags.get(BITS_PER_SAMPLE, (1,))) > 8:
+                raise ValueError("samples of more than 8 bits in an image; with images=False they are bytes")
             pixels = _upright(np.array(image.convert("RGB")), image)
     except ValueError:
         raise
