@@ -323,14 +323,43 @@ def test_all_forms_of_tar_are_read(tmp_path: Path, form: int):
                 info = tarfile.TarInfo(member)
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
-            link = tarfile.TarInfo(f"link{number}.txt")
-            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            archive.addfile(link)
+            folder = tarfile.TarInfo(f"folder{number}.txt")
+            folder.type = tarfile.DIRTYPE
+            archive.addfile(folder)
     source = ff.open_source(tmp_path / "x.tar")
     assert [each["txt"] for each in map(source.__getitem__, range(len(source)))] == [
         str(n) * 600 * n for n in range(len(names))
     ]
     assert [source.sample_key(n).partition("sample ")[2] + ".txt" for n in range(len(names))] == names
+
+
+def tar_of(path: Path, *members: tuple[str, bytes, bytes]) -> bytes:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
+        for name, kind, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def test_nothing_of_an_archive_is_left_out_without_a_word(tmp_path: Path):
+    path = tmp_path / "x.tar"
+    one = tar_of(path, ("a.txt", tarfile.REGTYPE, b"a"))
+    for tail in (one, bytes(2**21) + b"a"):
+        path.write_bytes(one + tail)
+        with pytest.raises(DataError, match=r"x.tar: more behind the end of the archive.* try tar --concatenate"):
+            ff.open_source(path)
+    for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE):
+        tar_of(path, ("a.txt", tarfile.REGTYPE, b"a"), ("a.cls", kind, b""), ("README", kind, b""))
+        with pytest.raises(DataError, match=r"a\.cls: a link or a device.* try tar --dereference --hard-dereference"):
+            ff.open_source(path)
+        assert ff.open_source(path, columns=["txt"])[0] == {"txt": "a"}
+    named = b"16 path=b.c.txt\n"
+    tar_of(path, ("p", tarfile.SOLARIS_XHDTYPE, named), ("a.txt", tarfile.REGTYPE, b"a"))
+    assert ff.open_source(path)[0] == {"c.txt": "a"}
+    tar_of(path, ("p", tarfile.XGLTYPE, named), ("a.txt", tarfile.REGTYPE, b"a"))
+    with pytest.raises(DataError, match="a path for all members"):
+        ff.open_source(path)
 
 
 def test_names_of_members_are_divided_as_webdataset_divides_them(tmp_path: Path):

@@ -1,11 +1,12 @@
 """WebDataset: samples in tar archives, read by position.
 
 block   512 bytes of an archive: a header, or a part of a content, which is padded to whole blocks
-member  a regular file in an archive: its name, and where its content is
+member  a file in an archive: its name, and where its content is
 sample  members of one archive that follow each other and have one key: the path up to the first dot of its last name
 field   what follows that dot, in lower case, such as `jpg`: it says how the content is read
 Law: what `webdataset` would group to a sample is one. Nothing is unpickled: such fields are refused when opened. A
-header is believed only if its checksum is right, and a size only if the archive has room for it.
+header is believed only if its checksum is right, and a size only if the archive has room for it. A link in a sample,
+and what follows the end of an archive, are refused: `webdataset` leaves them out.
 
 Source: webdataset 1.0.2, tariterators.py and autodecode.py; POSIX.1-2001, pax, "ustar interchange format"; GNU tar's
 manual, "Basic Tar Format" (long names, base-256).
@@ -31,19 +32,22 @@ from fourfold.words.errors import DataError, Problem
 BLOCK = 512
 MAX_EXTENSION_BYTES = 2**20  # a long name, or a pax header: far more than a path may have
 MAX_SIZE_DIGITS = 20
-LONG_NAME, PAX = b"L", b"x"
-EXTENSIONS = b"LKxgX"  # and long names of links, and what holds for all members
-REGULAR, WITHOUT_CONTENT = b"0\0" + b"7", b"123456"  # links, devices, folders
+TAIL_BYTES = 2**20  # read at once, of the zeros at the end
+LONG_NAME, PAX, GLOBAL_PAX = b"L", b"xX", b"g"  # global: for all members
+EXTENSIONS = LONG_NAME + PAX + GLOBAL_PAX + b"K"  # and long names of links
+REGULAR, FOLDER, LINKS_AND_DEVICES = b"0\0" + b"7", b"5", b"12346"
+WITHOUT_CONTENT = FOLDER + LINKS_AND_DEVICES
 EMPTY, GZIP = bytes(BLOCK), b"\x1f\x8b"
 
 
 class _Member(NamedTuple):
-    """A regular file in an archive. `header`: where its first header begins."""
+    """A file in an archive, or a link or device. `header`: where its first header begins."""
 
     name: str
     header: int
     start: int
     size: int
+    kind: bytes
 
 
 class _Header(NamedTuple):
@@ -53,7 +57,7 @@ class _Header(NamedTuple):
 
 
 def _members(files: PositionedFiles, file: int, at: int = 0) -> Iterator[_Member]:
-    """The regular files of an archive, from a header on. Raises DataError for a header that is damaged."""
+    """The members of an archive, from a header on. Raises DataError for damage, and if more follows its end."""
     path, end, number = files.paths[file], files.sizes[file], 0
     first, extended = at, dict[str, str]()
     try:
@@ -68,15 +72,19 @@ def _members(files: PositionedFiles, file: int, at: int = 0) -> Iterator[_Member
             if header.kind in EXTENSIONS:
                 extended |= _extension(header, files, file, start)
                 continue
-            if header.kind in REGULAR and not header.name.endswith("/"):
-                yield _Member(header.name, first, start, header.size)
-            elif header.kind not in WITHOUT_CONTENT + REGULAR:
+            if header.kind not in WITHOUT_CONTENT + REGULAR:
                 raise ValueError(f"{header.name} of type {header.kind.decode('latin-1')!r}, such as a sparse file")
+            if header.kind != FOLDER and not (header.kind in REGULAR and header.name.endswith("/")):
+                yield _Member(header.name, first, start, header.size, header.kind)
             extended, first, number = {}, at, number + 1
     except ValueError as error:
         need = "a tar archive that is whole, with the zeros at its end, and not compressed"
         attempt = "gunzip it first" if files.read(file, 0, min(2, end)) == GZIP else "the file from its origin"
         raise DataError(Problem(f"{path}, member {number}: {error}", need, attempt), where=path) from error
+    for start in range(at, end, TAIL_BYTES):
+        if files.read(file, start, min(TAIL_BYTES, end - start)).strip(b"\0"):
+            got = f"{path}: more behind the end of the archive, at byte {at}"
+            raise DataError(Problem(got, "one archive in a file", "tar --concatenate, not cat"), where=path)
 
 
 def _block(files: PositionedFiles, file: int, at: int) -> bytes:
@@ -123,12 +131,17 @@ def _number(field: bytes) -> int:
 
 def _extension(header: _Header, files: PositionedFiles, file: int, start: int) -> dict[str, str]:
     """What a header before that of a file says: its path and its size."""
-    if header.kind not in (LONG_NAME, PAX):
+    if header.kind not in LONG_NAME + PAX + GLOBAL_PAX:
         return {}
     if header.size > MAX_EXTENSION_BYTES:
         raise ValueError(f"a name of {header.size} bytes")
     content = files.read(file, start, header.size)
-    return {"path": _header_text(content)} if header.kind == LONG_NAME else _pax_records(content)
+    if header.kind == LONG_NAME:
+        return {"path": _header_text(content)}
+    records = _pax_records(content)
+    if records and header.kind == GLOBAL_PAX:
+        raise ValueError(f"a {', a '.join(records)} for all members")
+    return records
 
 
 def _pax_records(content: bytes) -> dict[str, str]:
@@ -199,7 +212,7 @@ class TarSamples:
         archive, sample = self._archives[file], dict[str, Any]()
         for member in range(*archive.first[record : record + 2]):
             field = self._names[archive.fields[member]]
-            if self._columns is None or field in self._columns:
+            if self._is_wanted(field):
                 content = self._files.read(file, archive.starts[member], archive.sizes[member])
                 decode = DECODERS.get(field.rpartition(".")[2], bytes)
                 try:
@@ -220,6 +233,11 @@ class TarSamples:
                 archive.first.append(len(archive.starts))
                 archive.headers.append(member.header)
             field = parts[1].lower()
+            if member.kind in LINKS_AND_DEVICES and self._is_wanted(field):
+                attempt = "tar --dereference --hard-dereference"
+                raise DataError(
+                    Problem(f"{member.name}: a link or a device", "a file", attempt), where=self._files.paths[file]
+                )
             if field in seen:
                 problem = Problem(f"{member.name} twice in one sample", "each field once")
                 raise DataError(problem, where=self._files.paths[file])
@@ -227,11 +245,13 @@ class TarSamples:
             archive.add(member, self._number_of(field, member, file))
         archive.first.append(len(archive.starts))
 
+    def _is_wanted(self, field: str) -> bool:
+        return self._columns is None or field in self._columns
+
     def _number_of(self, field: str, member: _Member, file: int) -> int:
         if field not in self._fields:
             path = self._files.paths[file]
-            wanted = self._columns is None or field in self._columns
-            if wanted and field.rpartition(".")[2] in PICKLES:
+            if self._is_wanted(field) and field.rpartition(".")[2] in PICKLES:
                 attempt = "columns= without it, or the arrays as .npy"
                 raise DataError(Problem(f"{member.name}: a pickle, which is never read", attempt=attempt), where=path)
             if len(self._fields) == MAX_FIELDS:
