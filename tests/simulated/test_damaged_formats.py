@@ -731,6 +731,22 @@ def message(tag: bytes, content: bytes) -> bytes:
     return tag + bytes([*(size >> shift & 0x7F | 0x80 for shift in (0, 7, 14)), size >> 21]) + content
 
 
+def test_no_field_of_an_example_is_left_out_without_a_word():
+    with pytest.raises(ValueError, match=r"a tf\.train\.SequenceExample, with feature_lists; only"):
+        parse_example(message(b"\x12", b""))
+    feature, number = message(b"\x1a", b"\x08\x01"), b"\x48\x01"  # number: a field 9
+
+    def entry(value: bytes, other: bytes = b"") -> bytes:
+        return message(b"\x0a", b"\x0a\x01x" + message(b"\x12", value) + other)
+
+    assert parse_example(message(b"\x0a", entry(feature)))["x"].tolist() == [1]
+    lists = [message(kind, number) for kind in (b"\x0a", b"\x12", b"\x1a")]
+    features = [entry(feature) + number, entry(feature, number), *(entry(each) for each in (feature + number, *lists))]
+    for wrong in (message(b"\x0a", entry(feature)) + number, *(message(b"\x0a", each) for each in features)):
+        with pytest.raises(ValueError, match="a field 9, which is unknown"):
+            parse_example(wrong)
+
+
 def test_short_values_of_an_example_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unpacked, "share_bytes", lambda: 6_000)
     assert parse_example(example(b"\x0a", message(b"\x0a", b"ab") * 80))["x"] == [b"ab"] * 80

@@ -9,7 +9,7 @@ crc       CRC-32C (Castagnoli): by the library crc32c if it is installed, else b
 level     crcs of all blocks of 2**level bytes; a level follows from the one below by joining neighbours
 shift     what zero bytes after a message do to its crc: two tables, of 65,536 halves of a crc
 Law: a length is believed only if its checksum is right and its file has room for it; within a message it is checked
-against the bytes that are left before anything is read, and what is no message raises ValueError.
+against the bytes that are left before anything is read, and what is no message, or has other fields, raises ValueError.
 crc(a + b) = shift(crc(a), len(b)) ^ crc(b).
 
 Source: TensorFlow, core/lib/io/record_writer.h, core/lib/hash/crc32c.h (the mask) and core/example/feature.proto;
@@ -19,7 +19,7 @@ RFC 3720, appendix B.4; protobuf's encoding guide.
 import functools
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,60 +131,57 @@ class Part(NamedTuple):
 def parse_example(message: bytes) -> dict[str, Any]:
     """The features of an Example, sorted by name: bytes (a list if not one), float32 [values], int64 [values]."""
     features: dict[str, Any] = {}
-    for part in _parts(memoryview(message)):
-        if part.number == 1:
-            for entry in _parts(_message(part)):
-                if entry.number == 1:
-                    check_fits(FEATURE_BYTES * len(features), f"{len(features)} features")
-                    _add_feature(_message(entry), features)
+    for part in _parts(memoryview(message), (1, 2)):
+        if part.number == 2:
+            raise ValueError("a tf.train.SequenceExample, with feature_lists; only tf.train.Example is read")
+        for entry in _parts(_message(part), (1,)):
+            check_fits(FEATURE_BYTES * len(features), f"{len(features)} features")
+            _add_feature(_message(entry), features)
     return {name: features[name] for name in sorted(features)}
 
 
 def _add_feature(entry: memoryview, features: dict[str, Any]) -> None:
     name, feature = "", memoryview(b"")
-    for part in _parts(entry):
+    for part in _parts(entry, (1, 2)):
         if part.number == 1:
             name = bytes(_message(part)).decode()
-        elif part.number == 2:
+        else:
             feature = _message(part)
     features[name] = _values(feature, name)
 
 
 def _values(feature: memoryview, name: str) -> Any:
     value: Any = None
-    for part in _parts(feature):  # a oneof: the last one counts
-        if part.number in READERS:
-            value = READERS[part.number](_message(part))
+    for part in _parts(feature, READERS):  # a oneof: the last one counts
+        value = READERS[part.number](_message(part))
     if value is None:
         raise ValueError(f"feature {name!r} has no values")
     return value
 
 
 def _bytes_list(message: memoryview) -> Any:
-    count = sum(1 for _ in _parts(message))
+    count = sum(1 for _ in _parts(message, (1,)))
     check_fits(len(message) + OBJECT_BYTES * count, f"{count} values")
-    values = [bytes(_message(part)) for part in _parts(message) if part.number == 1]
+    values = [bytes(_message(part)) for part in _parts(message, (1,))]
     return values[0] if len(values) == 1 else values
 
 
 def _float_list(message: memoryview) -> np.ndarray:
     packed = bytearray()
-    for part in _parts(message):
-        if part.number == 1:
-            if part.wire not in (LENGTH, FIXED32) or len(part.content) % 4:
-                raise ValueError(f"{len(part.content)} bytes of floats")
-            packed += part.content
+    for part in _parts(message, (1,)):
+        if part.wire not in (LENGTH, FIXED32) or len(part.content) % 4:
+            raise ValueError(f"{len(part.content)} bytes of floats")
+        packed += part.content
     return np.frombuffer(packed, dtype="<f4").astype(np.float32, copy=False)
 
 
 def _int64_list(message: memoryview) -> np.ndarray:
     packed = bytearray()  # also those that came one by one: an array for each would take a hundred times their bytes
-    for part in _parts(message):
-        if part.number == 1:
-            content = part.content if part.wire == VARINT else _message(part)
-            if content and content[-1] >= 0x80:
-                raise ValueError("a number that is cut off")
-            packed += content
+    for part in _parts(message, (1,)):
+        content = part.content if part.wire == VARINT else _message(part)
+        if content and content[-1] >= 0x80:
+            raise ValueError("a number that is cut off")
+        packed += content
     return _packed_varints(packed).view(np.int64)
 
 
@@ -229,7 +226,8 @@ def _message(part: Part) -> memoryview:
     return part.content
 
 
-def _parts(message: memoryview) -> Iterator[Part]:
+def _parts(message: memoryview, known: Container[int]) -> Iterator[Part]:
+    """The fields of a message. Raises ValueError for one that is not known: nothing is left out."""
     at, size = 0, len(message)
     while at < size:
         tag, at = _varint(message, at)
@@ -245,6 +243,8 @@ def _parts(message: memoryview) -> Iterator[Part]:
             raise ValueError(f"wire type {wire}")
         if not number or at > size:
             raise ValueError(f"field {number} ends at byte {at} of {size}")
+        if number not in known:
+            raise ValueError(f"a field {number}, which is unknown in a tf.train.Example")
         yield Part(number, wire, message[start:at])
 
 
