@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.feed import unpacked
 from fourfold.feed.feed import Feed
 from fourfold.feed.rows.mongo import MongoDatabase, mongo
 from fourfold.feed.staging.origin import Backoff
@@ -94,6 +95,10 @@ def test_files_of_gridfs_take_the_place_of_their_ids_and_few_are_held_at_once(da
     assert images.shape == (3, 300_000)
     assert images[:, -1].tolist() == labels.tolist() == [2, 0, 1]
     assert max(counts) <= 8
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 650_000)
+    assert source.fetch([2, 0])[1].tolist() == [2, 0]
+    with pytest.raises(DataError, match=r"3 files of GridFS of 700000 bytes, .* need a batch that fits"):
+        source.fetch([2, 0, 1])
 
 
 @pytest.mark.parametrize(("options", "message"), [

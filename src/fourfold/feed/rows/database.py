@@ -4,15 +4,15 @@ row     the values of a query's columns, or of a document's fields
 key     a column that is different in each row
 binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
 type    of a column: that of most of its values; in SQLite and MongoDB, rows may have values of others
-Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. A scan holds few rows at once,
-however many it gives: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
+Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. Both hold few rows at once,
+however many they give: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
 import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from fourfold.feed.files.arrays import parse_npy
 from fourfold.feed.staging.origin import Backoff, retry
+from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem, closest_match
@@ -49,7 +50,7 @@ class Database(Protocol):
         """All rows, in the order of the key, of one snapshot."""
         ...
 
-    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
+    def rows(self, keys: Sequence[Any]) -> Generator[Row, None, None]:
         """The rows with these keys, in any order."""
         ...
 
@@ -104,6 +105,14 @@ def check_columns(columns: list[str], key: str, *, where: str) -> list[str]:
     if problems:
         raise DataError(problems, where=where)
     return columns
+
+
+def check_batch_fits(num_bytes: int, what: str, url: str) -> None:
+    """Raise DataError once what is read for a batch is more than memory has room for."""
+    try:
+        check_fits(num_bytes, what)
+    except ValueError as error:
+        raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=url) from None
 
 
 def first_line(error: Exception) -> str:

@@ -8,10 +8,19 @@ Law: nothing is written: a pipeline with $out or $merge is rejected.
 import importlib
 import itertools
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from fourfold.feed.rows.database import OPENING, Columns, Connections, Row, check_columns, first_line, retried
+from fourfold.feed.rows.database import (
+    OPENING,
+    Columns,
+    Connections,
+    Row,
+    check_batch_fits,
+    check_columns,
+    first_line,
+    retried,
+)
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
 from fourfold.words import argument_checks
@@ -121,7 +130,7 @@ class MongoDatabase:
         for document in documents:
             yield self._rows([document])[0]
 
-    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
+    def rows(self, keys: Sequence[Any]) -> Generator[Row, None, None]:
         wanted = [each for key in keys for each in self._as_stored(key)]
         documents = iter(self._aggregate([*self._pipeline, {"$match": {self._key: {"$in": wanted}}}]))
         while some := list(itertools.islice(documents, ROWS_TOGETHER)):
@@ -159,9 +168,11 @@ class MongoDatabase:
 
     def _read_files(self, ids: Sequence[Any]) -> dict[Any, bytes]:
         """The contents of GridFS files, in one query."""
-        parts: dict[Any, list[bytes]] = {}
+        parts, num_bytes = dict[Any, list[bytes]](), 0
         chunks = self._database()["fs.chunks"].find({"files_id": {"$in": list(ids)}}).sort([("files_id", 1), ("n", 1)])
         for chunk in chunks:
+            num_bytes += len(chunk["data"])
+            check_batch_fits(num_bytes, f"{len(ids)} files of GridFS", self.url)
             parts.setdefault(chunk["files_id"], []).append(bytes(chunk["data"]))
         return {each: b"".join(content) for each, content in parts.items()}
 

@@ -24,10 +24,9 @@ import numpy as np
 import xxhash
 
 from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.feed.rows.database import Columns, Database, Row, retried
+from fourfold.feed.rows.database import Columns, Database, Row, check_batch_fits, retried
 from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, Result
-from fourfold.feed.unpacked import check_fits
 from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
@@ -183,7 +182,6 @@ def _damaged(path: Path) -> DataError:
 
 
 NUM_TYPED = 64  # rows, spread evenly, that show the types of the columns
-TYPED_TOGETHER = 4  # of them: a server may send all rows of a query before the first is read, and a row may be large
 
 
 class RowSource:
@@ -199,8 +197,7 @@ class RowSource:
             self._index: RowIndex = self._retry(lambda: self._open_index(folder, of))
         some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
         keys = [each.key for each in self._index.rows(list(dict.fromkeys(some)))]
-        groups = [keys[start : start + TYPED_TOGETHER] for start in range(0, len(keys), TYPED_TOGETHER)]
-        self._retry(lambda: columns.learn_types(row for group in groups for row in database.rows(group)))
+        self._retry(lambda: self._learn_types(keys))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -230,10 +227,15 @@ class RowSource:
     def _named(self, key: Any) -> str:
         return f"{self._columns.key} = {key!r}"
 
+    # Closed: after an error their cursors would else be, by the garbage collector, behind their connection.
+
     def _open_index(self, folder: Path, of: str) -> RowIndex:
-        # Closed: after an error its cursor would else be, by the garbage collector, behind its connection.
         with contextlib.closing(self._database.scan()) as rows:
             return open_index(folder, of, ((row[self._columns.key_place], row_digest(row)) for row in rows))
+
+    def _learn_types(self, keys: Sequence[Any]) -> None:
+        with contextlib.closing(self._database.rows(keys)) as rows:
+            self._columns.learn_types(rows)
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """The rows of these samples. Raises DamagedSample for one that is not as it was."""
@@ -251,14 +253,11 @@ class RowSource:
     def _batch(self, keys: Sequence[Any]) -> list[Row]:
         """The rows with these keys. Raises DataError once they are more than memory has room for."""
         rows, num_bytes = list[Row](), 0
-        for row in self._database.rows(keys):
-            rows.append(row)
-            num_bytes += sum(len(value) for value in row if isinstance(value, bytes | str))
-            try:
-                check_fits(num_bytes, f"a batch of {len(rows)} rows or more")
-            except ValueError as error:
-                problem = Problem(str(error), "a batch that fits", "a smaller batch_size")
-                raise DataError(problem, where=self._database.url) from None
+        with contextlib.closing(self._database.rows(keys)) as arriving:
+            for row in arriving:
+                rows.append(row)
+                num_bytes += sum(len(value) for value in row if isinstance(value, bytes | str))
+                check_batch_fits(num_bytes, f"a batch of {len(rows)} rows or more", self._database.url)
         return rows
 
     def _retry(self, read: Callable[[], Result]) -> Result:

@@ -7,7 +7,7 @@ Law: nothing that is sent to the server is made of values; the key's name is quo
 import os
 import re
 import sqlite3
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -122,12 +122,12 @@ class _SqliteDatabase:
     def scan(self) -> Generator[Row, None, None]:
         yield from self._connection().execute(f"SELECT * FROM {self._source} ORDER BY {self._key}")
 
-    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
+    def rows(self, keys: Sequence[Any]) -> Generator[Row, None, None]:
         for start in range(0, len(keys), MAX_SQLITE_KEYS):
             some = list(keys[start : start + MAX_SQLITE_KEYS])
             marks = ", ".join("?" * len(some))
             text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
-            yield from self._connection().execute(text, some).fetchall()
+            yield from self._connection().execute(text, some)
 
     def disconnect(self) -> None:
         self._connections.close()
@@ -186,15 +186,15 @@ class _PostgresDatabase:
             raise DataError(Problem(got, "a query that can be read"), where="ff.sql") from error
 
     def scan(self) -> Generator[Row, None, None]:
-        text = f"SELECT * FROM {self._source} ORDER BY {self._key}"
+        yield from self._stream(f"SELECT * FROM {self._source} ORDER BY {self._key}", ())
+
+    def rows(self, keys: Sequence[Any]) -> Generator[Row, None, None]:
+        yield from self._stream(f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)", [list(keys)])
+
+    def _stream(self, text: str, parameters: Sequence[Any]) -> Generator[Row, None, None]:
         with self._connection().cursor() as cursor:
             # As they arrive: a cursor of the server would send a number of them at once.
-            yield from cursor.stream(text, (), binary=True)
-
-    def rows(self, keys: Sequence[Any]) -> Iterator[Row]:
-        text = f"SELECT * FROM {self._source} WHERE {self._key} = ANY(%s)"
-        with self._connection().cursor(binary=True) as cursor:
-            yield from cursor.execute(text, [list(keys)]).fetchall()
+            yield from cursor.stream(text, parameters, binary=True)
 
     def disconnect(self) -> None:
         self._connections.close()
