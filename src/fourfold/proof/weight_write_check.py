@@ -12,6 +12,7 @@ Law: inside the mode, a parameter is saved before a torch function writes into i
 A write without a torch function, such as through numpy, is not seen here; fingerprints of the weights reveal it.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class WeightWriteTracker(TorchFunctionMode):
     ) -> Any:
         kwargs = restore_arguments(func, args, kwargs or {})
         # The compiler traces a mode, and could not compile what follows.
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (kwargs or _may_write(func)):
             for target in filter(_may_alias_param, _write_targets(func, args, kwargs)):
                 self._record_write(target, is_renorm=func in _EMBEDDING_FUNCTIONS)
         return func(*args, **kwargs)
@@ -100,7 +101,12 @@ class WeightWriteTracker(TorchFunctionMode):
         # Tensors inside a transform of torch.func have no memory of their own.
         if same or not has_memory(target):
             return same
-        return [name for name, p in self._parameters.items() if has_memory(p) and _overlap(p, target)]
+        storage, (start, end) = target.untyped_storage().data_ptr(), _address_range(target)
+        return [
+            name
+            for name, p in self._parameters.items()
+            if has_memory(p) and p.untyped_storage().data_ptr() == storage and _overlaps(p, start, end)
+        ]
 
     @torch.no_grad()
     def changes(self) -> Mapping[str, Tensor]:
@@ -160,10 +166,21 @@ def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if kwargs.get("max_norm") is not None:
             yield from tree_leaves(args[1] if len(args) > 1 else kwargs.get("weight"))
         return
+    if kwargs.get("inplace") is True or _writes_first(func):
+        yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
+
+
+def _writes_first(func: Any) -> bool:
+    """Whether a function writes its first argument, whatever the others are."""
     name = getattr(func, "__name__", "")
     ends = name.endswith("_") and not name.endswith("__") and name not in _NON_WRITING
-    if ends or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True or (name == "__set__" and func == _SET_DATA):
-        yield from tree_leaves(args[0] if args else next(iter(kwargs.values()), None))
+    return ends or name in _INPLACE_OPERATORS or (name == "__set__" and func == _SET_DATA)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_write(func: Any) -> bool:
+    """Whether a call without keyword arguments may write an argument: asked for each call of a forward."""
+    return is_operator(func) or func in _EMBEDDING_FUNCTIONS or _writes_first(func)
 
 
 def _may_alias_param(tensor: Tensor) -> bool:
@@ -172,10 +189,8 @@ def _may_alias_param(tensor: Tensor) -> bool:
         return tensor.grad_fn is None or is_view(tensor)
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (first, last), (start, end) = _address_range(a), _address_range(b)
+def _overlaps(tensor: Tensor, start: int, end: int) -> bool:
+    first, last = _address_range(tensor)
     return first < end and start < last
 
 

@@ -244,9 +244,14 @@ def package_items(model: nn.Module) -> list[Item]:
     packages = sorted({type(module).__module__.partition(".")[0] for module in model.modules()})
     versions = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages]
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    own = sorted(file for file in files if file.endswith(".py") and not file.startswith(NOT_OF_THE_USER))
-    own = [file for file in own if not {"site-packages", "dist-packages"} & {*Path(file).parts}]
+    own = sorted(filter(_is_of_the_user, files))
     return versions + [("file", str(digest_bytes(Path(file).read_bytes()))) for file in own if Path(file).is_file()]
+
+
+@functools.lru_cache(maxsize=2**15)  # of thousands of modules, for every step that is built
+def _is_of_the_user(file: str) -> bool:
+    is_outside = file.endswith(".py") and not file.startswith(NOT_OF_THE_USER)
+    return is_outside and {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def optimizer_items(optimizer: Optimizer, model: nn.Module) -> list[Item]:
