@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import operator
 import os
 import signal
 import sys
@@ -15,10 +16,12 @@ import pytest
 from fourfold.testing import network_namespaces
 from fourfold.testing.process_world import SpawnedWorld
 
-# Machines are shared: how long an example takes says nothing. The same examples in every run: a submission is not to
-# fail by an example that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones.
-hypothesis.settings.register_profile("fourfold", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("search", deadline=None)
+# Machines are shared: how long an example takes, or takes to draw, says nothing. The same examples in every run: a
+# submission is not to fail by one that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones, and for more.
+hypothesis.settings.register_profile("search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "fourfold", hypothesis.settings.get_profile("search"), derandomize=True, max_examples=30
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fourfold"))
 
 ROOT = Path(__file__).parent.parent
@@ -68,11 +71,37 @@ def _reset_torch() -> Iterator[None]:
         sys.modules["torch"].compiler.set_stance("default")
 
 
+def is_wanted(item: pytest.Item) -> bool:
+    """Whether a case is run: of a test marked `covering`, a few that have every value of every `parametrize`.
+
+    Of two, the value of the shorter follows from that of the longer; of more, those of all but the two longest do,
+    so that each pair of values is in some case.
+    """
+    if item.get_closest_marker("covering") is None:
+        return True
+    factors = [_length_and_index(mark, item) for mark in item.iter_markers("parametrize")]
+    (_, first), (length, second), *others = sorted(factors, key=lambda factor: -factor[0])
+    if not others:
+        return second == first % length
+    return all(index == (first + number * second) % size for number, (size, index) in enumerate(others, start=1))
+
+
+def _length_and_index(mark: pytest.Mark, item: pytest.Item) -> tuple[int, int]:
+    """How many values a `parametrize` has, and which of them is the item's."""
+    names, values = mark.args[0], list(mark.args[1])
+    params = item.callspec.params  # type: ignore[attr-defined]
+    if isinstance(names, str):
+        return len(values), next(i for i, value in enumerate(values) if value is params[names])
+    own = [params[name] for name in names]
+    return len(values), next(i for i, row in enumerate(values) if all(map(operator.is_, row, own)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each of pytest's processes begins with spawned tests, and goes on to simulated ones, which the others may take.
 
     At the end of the list they would wait for one another. Those that share worlds run in one process.
     """
+    items[:] = filter(is_wanted, items)
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers == 1:
         return

@@ -47,7 +47,7 @@ ASKS = st.fixed_dictionaries(
 RATE_NAMES = [field.name for field in dataclasses.fields(Rates)]
 LIMITS = st.sampled_from([15.0, 30.0, 60.0, math.inf])
 ERRORS = st.sampled_from([0.0, 0.05, 0.3])
-FEW = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
+FEW = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
 
 
 def decide(ask: Ask, pricing: FakePricing, limit: float = math.inf, error: float = 0.05) -> Decision | None:

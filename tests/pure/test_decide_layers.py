@@ -41,7 +41,7 @@ def test_it_finds_the_best_stages_and_dims_of_a_small_model(tensor):
     assert best < start.seconds
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.integers(0, 99),
     st.sampled_from([0.0, 0.3, 3.0]),

@@ -56,7 +56,7 @@ ASKS = st.fixed_dictionaries(
     },
 ).map(lambda fields: Ask(**fields))
 RATE_NAMES = [field.name for field in dataclasses.fields(LinearPrices)]
-FEW = settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
+FEW = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
 
 
 def space_of(source: ChainFacts, cluster: Cluster = SMALL) -> Space:

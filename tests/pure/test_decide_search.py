@@ -57,7 +57,7 @@ def enumerate_all(ask: Ask, pricing: FakePricing) -> dict[Plan, Prediction]:
     return found
 
 
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(CASES, RATES, ASKS, st.sampled_from([8.0, 20.0, 60.0, math.inf]), st.sampled_from([1.0, 1.1]))
 def test_the_kept_plans_are_those_of_a_full_enumeration(pricing, rates, ask, limit, margin):
     pricing.rates = rates
@@ -71,7 +71,7 @@ def test_the_kept_plans_are_those_of_a_full_enumeration(pricing, rates, ask, lim
         assert math.isclose(found.best, min((each.seconds for each in fits.values()), default=math.inf))
 
 
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(CASES, ASKS)
 def test_what_is_pinned_stays_in_every_plan(pricing, ask):
     plans: list[Plan] = [

@@ -28,7 +28,7 @@ def cluster_of(speeds: tuple[float, ...], devices_per_host: int = 2) -> Cluster:
     return dataclasses.replace(EQUAL, host_speeds=speeds, hosts=len(speeds), devices_per_host=devices_per_host)
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(SPEEDS)
 def test_stages_and_hosts_are_the_best_of_all_divisions_and_orders(speeds):
     cluster = cluster_of(speeds)

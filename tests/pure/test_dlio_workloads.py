@@ -116,7 +116,7 @@ def test_all_problems_are_reported_at_once(read):
     assert len(problems_of(read, text)) == 3
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(key=st.sampled_from(sorted(key for key in dlio_yaml.EVERY_KEY if "." in key)), at=st.integers(0, 60))
 def test_a_key_that_lacks_a_letter_is_never_accepted(tmp_path_factory, key, at):
     section, _, name = key.rpartition(".")

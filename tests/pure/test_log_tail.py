@@ -40,7 +40,7 @@ def act(path: Path, action: str, line: bytes, fraction: float, pending: bytes) -
     return b""
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(actions=st.lists(ACTIONS, max_size=12))
 def test_a_followed_log_has_the_lines_of_the_file(actions):
     with tempfile.TemporaryDirectory() as folder:

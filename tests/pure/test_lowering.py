@@ -93,7 +93,7 @@ def records(draw, num_buckets: int):
     )
 
 
-@settings(max_examples=75)
+@settings(max_examples=30)
 @given(case=cases(), data=st.data())
 def test_every_legal_plan_lowers_to_programs_that_end(case, data):
     plan, specs, topology, options = case

@@ -153,7 +153,7 @@ def test_every_block_holds_its_quotas_and_an_epoch_names_no_sample_twice(mixed, 
 
 
 @given(mixed=mixed_orders(), seed=SEEDS)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 def test_no_sample_of_a_part_comes_again_before_all_of_the_part_have_come(mixed, seed):
     order, parts = mixed
     ids = np.concatenate([order_rows(order, seed, epoch, 0, order.num_positions) for epoch in range(3)])
@@ -189,7 +189,7 @@ ORDERS = st.one_of(
     block=st.integers(1, 100),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_ids_computed_ahead_are_those_of_each_batch_on_every_rank(order, seed, batch_size, ranks, block, data):
     end, first = order.num_positions, data.draw(st.integers(0, order.num_positions - 1))
     starts = range(first, end, batch_size)

@@ -87,7 +87,7 @@ DEARER = (
 COSTS = (*DEARER, "action_seconds", "step_seconds")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases())
 def test_terms_are_where_the_seconds_of_the_longest_span_go(case):
     found = predict_step(case.blueprint, case.facts, case.prices)
@@ -107,7 +107,7 @@ def test_terms_are_where_the_seconds_of_the_longest_span_go(case):
     assert waits_first or found.seconds - case.prices.step_seconds == pytest.approx(max(spans))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     case=cases(),
     name=st.sampled_from(COSTS),
@@ -123,7 +123,7 @@ def test_what_is_dearer_never_makes_a_step_cheaper(case, name, factor, waiting):
     assert after >= before * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(), factor=st.sampled_from([1.05, 1.5]))
 def test_a_forward_or_backward_that_is_dearer_never_makes_a_step_cheaper(case, factor):
     """One stage alone: the others wait for it, or do not."""
@@ -181,7 +181,7 @@ def test_a_bucket_of_small_parameters_is_gathered_when_the_first_of_them_is_used
 SCHEDULES = st.sampled_from([("gpipe", 1, None), ("1f1b", 1, None), ("interleaved", 2, None), ("interleaved", 4, None)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(schedule=SCHEDULES, pp=st.integers(2, 32), rounds=st.integers(1, 3))
 def test_bubbles_without_communication_are_the_closed_forms(schedule, pp, rounds):
     name, interleave, limit = schedule

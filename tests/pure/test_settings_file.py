@@ -107,7 +107,7 @@ PLAIN_VALUES = (
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_what_the_writer_writes_is_read_as_the_same_values(values: dict[str, Any]) -> None:
     text = "\n".join(format_table(values))
     assert repr(tomllib.loads(text)) == repr(values)
@@ -152,7 +152,7 @@ OF_PLAIN = sorted(set(WORDS) - {"width", "data", "betas", "any_value"})
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_resolved_file_given_back_is_the_same_run(data: Any) -> None:
     spec = data.draw(
         st.sampled_from([MINE, "tasks/mine.py:plain", "tasks/mine.py:fixed", "./tasks/../tasks/mine.py:plain"])
@@ -336,7 +336,7 @@ def test_a_task_file_is_found_only_where_the_command_would_find_it(folder: Path)
         max_leaves=4,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_value_of_any_type_is_accepted_or_refused_and_never_changed(value: Any) -> None:
     for kind in (int, float, bool, str, tuple, None):
         for is_optional in (False, True):

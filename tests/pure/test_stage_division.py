@@ -50,7 +50,7 @@ def all_divisions(
 SLOW_AND_SHORT = Chain(Segment(0.0), tuple(map(Segment, (8.0, 7.0, 5.0, 4.0))), Segment(0.0))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example(SLOW_AND_SHORT, [Submesh(1, 1.0), Submesh(1, 0.5)], [1, 1], 1)
 @given(CHAINS, SUBMESHES, st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 5))
 def test_no_division_that_fits_has_a_shorter_step(chain, submeshes, in_flight, microbatches):
@@ -68,7 +68,7 @@ def test_no_division_that_fits_has_a_shorter_step(chain, submeshes, in_flight, m
         assert sum(map(int, found.counts.split(","))) == len(chain.blocks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CHAINS, SUBMESHES, st.sampled_from([1, 3, 100]), st.sampled_from([0.7, 1.0, 1.001, 1.3]))
 def test_a_known_step_only_hides_divisions_that_are_no_shorter(chain, submeshes, microbatches, factor):
     num_stages = min(len(chain.blocks), sum(each.num_places for each in submeshes))

@@ -18,6 +18,8 @@ from fourfold.words.errors import PlanError
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LAYERS = 4
 CASE = Case(model="lm", batch_sizes=(4, 3, 5, 4, 4, 2, 4, 4), length=8)
 DRAINED_AFTER = {3}  # and after the first step, which always is

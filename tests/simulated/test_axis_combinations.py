@@ -8,6 +8,8 @@ from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from tests.cases import Case, deviation
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 SIZE, HOSTS, CONTEXT_RANKS = 4, 2, 2
 # The first batch has one sample: the other context group has none in the dry run and in the first all-gathers.
 START = Case(model="lm", cp=CONTEXT_RANKS, length=8, batch_sizes=(1, 3), microbatches=2, bucket_bytes=40000)

@@ -21,6 +21,8 @@ from fourfold.torch_kit.grad_hooks import GradHooks
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 3, 5), length=8, clip=0.05, microbatches=4)
 WRITTEN = """
 0: F0.0 F0.1 F0.2 I0.0 W0.0 B0.1 F0.3 I0.2 I0.3 W0.2 W0.3

@@ -40,7 +40,7 @@ MISMATCHES = {"another target": another_target, "fewer": fewer_samples, "shorter
 
 
 @pytest.mark.parametrize(("dp", "cp", "ulysses", "kind"), [
-    *((dp, cp, ulysses, kind) for dp, cp, ulysses in ((1, 2, 1), (3, 2, 1), (2, 4, 2)) for kind in MISMATCHES),
+    *((*mesh, kind) for mesh, kind in zip([(1, 2, 1), (3, 2, 1), (2, 4, 2)], MISMATCHES, strict=True)),
     (3, 2, 1, "another group"),  # where sums over all ranks would be the same
     (2, 3, 1, "another group"),
 ])  # fmt: skip

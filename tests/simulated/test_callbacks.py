@@ -21,6 +21,8 @@ from tests.callback_runs import BrokenOffError, Recorder, Stopping, make_task, t
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -19,6 +19,8 @@ from tests import cases
 from tests.cases import Case, train_oracle
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASES = [
     Case(model="tied", clip=0.5, batch_sizes=(12, 12, 11, 12)),
     Case(model="frozen", optimizer="NAdam", batch_sizes=(8, 8, 8, 8), bucket_bytes=900),
@@ -91,6 +93,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_and_another_zero_level(si
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd", "dct"])
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 2), (4, 1)])
 def test_a_resumed_run_keeps_the_sum_of_residuals_on_another_number_of_ranks(size, zero, codec, tmp_path):

@@ -25,6 +25,8 @@ from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheck
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def flip(path: Path, offset: int) -> None:
     text = bytearray(path.read_bytes())

@@ -29,6 +29,8 @@ from tests import cases
 from tests.cases import Case, batches
 from tests.checkpoint_runs import MemoryLog, ThreadRun, save_twice
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
     case = Case(batch_sizes=(8,) * 6)

@@ -32,6 +32,8 @@ from tests.checkpoint_runs import ThreadRun
 from tests.pure.test_checkpoint_boxes import SHAPES, parts_in, tilings
 from tests.pure.test_checkpoint_manifest import manifest
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 WEIGHT = TensorKey(TensorKind.MODEL, "a")
 
 

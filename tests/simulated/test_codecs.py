@@ -48,7 +48,7 @@ def gradients(shapes, *, size, seed=0, dtype=torch.float64):
     return [flat.masked_fill_(torch.rand(length, generator=generator) < 0.2, 0.0).to(dtype) for flat in flats]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(STATEFUL),
     size=st.integers(1, 4),

@@ -80,6 +80,7 @@ def test_scores_of_ten_thousand_do_not_overflow(ring, heads):
     assert max(worst(single, factor=100.0).values()) < 0.3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("ring", RINGS)
 def test_low_precision_results_are_rounded_once_and_not_at_every_hop(ring, dtype, tolerance):

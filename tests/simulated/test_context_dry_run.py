@@ -122,6 +122,7 @@ PASSING = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("ring", ["zigzag", "plain"])
 @pytest.mark.parametrize("kind", PASSING)

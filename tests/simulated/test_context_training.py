@@ -36,6 +36,8 @@ from tests.cases import (
 from tests.cases import loss as loss_of
 from tests.cases import model as make
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 RING_LAYOUTS = [("zigzag", 1), ("plain", 1), ("rsa", 1), ("gather", 1), ("zigzag", 2), ("plain", 2)]
 LM = Case(model="lm", batch_sizes=(4, 4, 4))
 

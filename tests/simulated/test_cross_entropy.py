@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_torchs(dtype, block, monkeypatch):
         assert all(a <= b for a, b in zip(found, TOLERANCES[dtype], strict=True)), (options, found)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple),
     classes=st.integers(1, 70),
@@ -177,6 +177,7 @@ def tiny() -> nn.Module:
         return lm.LanguageModel(width=16, layers=1, heads=2, kv_heads=2).double()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fields", [{"dp": 2}, {"cp": 2}, {"microbatches": 2}], ids=str)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_of_the_users_made_with_it_trains_as_on_one_device(kind, fields):

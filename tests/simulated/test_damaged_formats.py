@@ -203,7 +203,7 @@ def test_damaged_files_are_an_error_or_samples(form: str):
         assert right
 
         @settings(
-            max_examples=40,
+            max_examples=20,
             deadline=None,
             derandomize=True,
             database=None,

@@ -24,6 +24,8 @@ from tests import cases
 from tests.cases import Case
 from tests.simulated.test_feed import Interrupted, interrupted
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LENGTH = 30
 INPUTS = torch.randn(LENGTH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS.square().sum(1)
@@ -214,6 +216,7 @@ def trained(case, size, bad, batch_size=4, *, pp=1):
     return threads.run(size, body)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("size", "axes"), MESHES)
 @pytest.mark.parametrize("bad", [BAD, set(range(10))])
 def test_training_without_damaged_samples_is_the_same_on_every_mesh(size, axes, bad):

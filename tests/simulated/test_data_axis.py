@@ -27,6 +27,7 @@ def test_a_flat_update_equals_the_update_of_each_parameter(kind, zero):
     assert max(threads.run(3, lambda comm: deviation(case, 3, comm))) <= TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_parameter_whose_first_gradient_comes_in_a_later_step_is_trained(kind, zero):

@@ -31,6 +31,7 @@ def of_group(case, number):
     return dataclasses.replace(case, batch_sizes=((12, 9, 13), (7, 10, 8))[number])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("mesh", "hosts", "hosts_of_group", "transport"), PLACES)
 @pytest.mark.parametrize("kind", CASES)
 def test_two_data_groups_in_one_world_train_as_two_worlds_would(kind, mesh, hosts, hosts_of_group, transport):

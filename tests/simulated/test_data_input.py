@@ -89,7 +89,7 @@ SOURCES = {
 }
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(list(SOURCES)),
     length=st.integers(1, 40),
@@ -420,7 +420,7 @@ class RandomStream(Counter):
             yield torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()]), number
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     length=st.integers(1, 40),
     size=st.integers(1, 4),

@@ -94,6 +94,7 @@ def trained(api, size, batches, *, hosts=1, **options):
     return threads.run(size, body, hosts=hosts)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("hosts", [1, 3])
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [0, 0, 1, 0, 2, 3], [5, 5, 5, 5, 6, 7, 8]])

@@ -37,7 +37,7 @@ def header_bytes(tensors: Sequence[Tensor]) -> int:
     return 8 * len(encode(specs(tensors)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SPECS, SHAPES, st.sampled_from(FLOATS), st.integers(0, 999))
 def test_messages_have_the_bytes_of_the_formula_and_both_ends_agree(spec, shape, dtype, seed):
     x, compression = activations(shape, dtype, seed).requires_grad_(), Compression(spec, CPU)
@@ -64,7 +64,7 @@ def test_messages_have_the_bytes_of_the_formula_and_both_ends_agree(spec, shape,
         assert torch.equal(back, gradient)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SHAPES, st.sampled_from([0.01, 0.05, 0.25, 0.5, 0.9]), st.sampled_from(FLOATS), st.integers(0, 999))
 def test_dct_keeps_the_largest_of_each_row_and_no_more_than_the_plan_says(shape, density, dtype, seed):
     x = activations(shape, dtype, seed)

@@ -19,6 +19,8 @@ from fourfold.trainer.settings import make_settings
 from fourfold.verification.command import verify
 from fourfold.words.errors import DataError, FourfoldError, SettingError, TaskError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 INPUTS = torch.randn(22, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS.square().sum(1)
 PAIRS = data.TensorDataset(INPUTS, TARGETS)

@@ -30,6 +30,8 @@ from tests import cases
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -111,6 +111,7 @@ def test_state_that_counts_forwards_is_refused_with_microbatches(kind, plan):
 
 
 # In batches of 2 and 1, some ranks have no samples; in the next batch they have some again.
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, zero=2), Plan(dp=3, zero=1, update="in_forward"), Plan()])
 @pytest.mark.parametrize(
     "kind",

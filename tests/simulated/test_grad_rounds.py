@@ -10,6 +10,8 @@ from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
 from fourfold.step.grad_strategies import OneRound, RoundEveryBackward
 from fourfold.testing import threads
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_only_the_last_of_several_rounds_has_all_gradients(num_microbatches):

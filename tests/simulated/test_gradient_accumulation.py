@@ -15,6 +15,8 @@ from fourfold.step.grad_averager import GradAverager
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 PAGE = Path(__file__).parents[2] / "docs" / "from-ddp.md"
 MAX_NORM = 1.0
 

@@ -66,6 +66,7 @@ def model_of(task: Task) -> Any:
         return task.model()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_model_of_a_config_trains_as_on_one_device(name, fields, without_dry_run):

@@ -163,6 +163,7 @@ def test_a_mean_by_hand_that_may_leave_out_targets_is_refused_before_any_is_left
     threads.run(split[0], body)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("given", [later, ignoring])
 @pytest.mark.parametrize(("name", "split"), in_turn(EXACT, SPLITS))
 def test_losses_that_stay_exact_when_some_targets_are_ignored_are_not_refused(name, split, given):

@@ -77,7 +77,7 @@ def check_equal(
             torch.testing.assert_close(tensor, expected[name], rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     dims=st.sampled_from(range(4)),
     kind=st.sampled_from(LOOP_KINDS),
@@ -245,6 +245,7 @@ def test_a_newer_wrapper_syncs_in_place_of_the_earlier_one(monkeypatch):
 # ---- ranks that take other paths ------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", ["order", "once more", "once less", "no norm", "frozen"])
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_ranks_that_normalize_at_different_places_raise_and_do_not_wait(way, transport):

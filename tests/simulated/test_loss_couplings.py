@@ -145,6 +145,7 @@ def refused(make: Callable[[], nn.Module], plan: Plan, match: str, loss: Any = p
     threads.run(plan.dp, body)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_small_coupling_of_the_loss_is_refused_on_every_rank(kind, plan):
@@ -160,6 +161,7 @@ def test_a_coupling_behind_a_small_scale_or_a_gate_is_refused(kind, dtype):
         refused(lambda: net(SMALL[kind], dtype), plan, match, dtype=dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", [*IN_GRADIENT, "a hook of a module"])
 def test_samples_that_interact_in_the_gradient_only_are_refused(kind, plan):
@@ -251,6 +253,7 @@ PASSES_IN_EQUAL_PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", [Plan(microbatches=4), Plan(microbatches=8), Plan(dp=2), Plan(dp=2, microbatches=2)])
 @pytest.mark.parametrize("kind", PASSES_IN_EQUAL_PARTS)
 def test_a_coupling_that_few_samples_of_different_classes_hide_is_refused(kind: str, plan: Plan) -> None:
@@ -360,6 +363,7 @@ def in_shape_1(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets).reshape(1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "plan", [Plan(microbatches=2), Plan(microbatches=4), Plan(dp=2), Plan(microbatches=8)], ids=str
 )

@@ -113,6 +113,7 @@ def build(comm: Any, *, zero: int = 0, skip_nan: int = 0, clip: float | None = N
 DATA = torch.ones(2, 4), torch.zeros(2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("clip", "update"), [(None, "after"), (1.0, "after"), (None, "in_forward")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(zero, clip, update):

@@ -67,6 +67,7 @@ def is_placeholder(parameter: nn.Parameter) -> bool:
     return False
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize(("hosts", "fields"), [
     (1, {"zero": 0}), (1, {"zero": 2, "microbatches": 2}), (2, {"zero": 0}), (2, {"zero": 1}),

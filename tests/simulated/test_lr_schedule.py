@@ -16,6 +16,8 @@ from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 class MemoryDisplay:
     """A progress display in memory."""

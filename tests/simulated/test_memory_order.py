@@ -56,6 +56,7 @@ KEPT: list[dict[str, Any]] = [{}, {"microbatches": 2}, {"unused": "allow"}, {"up
 OTHERS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 1, "update": "in_forward"}]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fields", [*KEPT, *OTHERS], ids=str)
 @pytest.mark.parametrize("optimizer", [adamw, momentum], ids=["adamw", "momentum"])
 @pytest.mark.parametrize("size", [1, 2])

@@ -44,6 +44,7 @@ def poisoned(case: Case, number: int, sample: int, value: float = NAN) -> list[A
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bad", [0, 1, 3])
 @pytest.mark.parametrize("fields", [
     {},

@@ -53,6 +53,7 @@ def max_difference(mine: nn.Module, theirs: list[Tensor]) -> float:
     return max((a.detach() - b).abs().max().item() for a, b in zip(mine.parameters(), theirs, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("divide_by_all", [True, False])
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2, 5], [2, 2, 2], [1, 4, 0, 4]])
 def test_ranks_with_unequal_data_train_as_one_process_does(counts, divide_by_all):

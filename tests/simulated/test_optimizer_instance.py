@@ -130,6 +130,7 @@ def test_a_scheduler_acts_on_the_next_update(kind, schedule, before):
         assert max(threads.run(2, body)) <= TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=2, zero=1), Plan(dp=2, zero=3, update="in_forward")], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_instance_trains_as_in_one_process(kind, plan):

@@ -52,6 +52,7 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [stepped, wrapped])
 @pytest.mark.parametrize("difference", OTHERS)
 def test_ranks_with_different_optimizers_are_refused_when_the_step_is_built(difference, kind):
@@ -127,6 +128,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", [{}, {"update": "in_forward"}, {"sync": "local"}, {"zero": 1}, {"transport": "gloo"}])
 @pytest.mark.parametrize("change", CHANGED)
 def test_options_that_differ_are_found_in_the_same_step_before_a_weight_changes(change, how):

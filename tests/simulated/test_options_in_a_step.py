@@ -150,7 +150,7 @@ def apply_edit(optimizer: torch.optim.Optimizer, edit: Any) -> None:
 
 
 @pytest.mark.parametrize("num_groups", [1, 6])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @example(edits=[(0, "weight_decay", -1.0, True), "text", (0, "weight_decay", -2.0, True)])
 @example(edits=[(0, "note", "a", True), "text", "another name"])
 @given(edits=EDITS)

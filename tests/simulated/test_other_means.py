@@ -99,6 +99,7 @@ def refused(comm, model, loss, batch, plan):
 PLANS = [Plan(dp=2), Plan(dp=2, microbatches=2, zero=1), Plan(dp=2, zero=3, transport="gloo")]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [by_different_functions, by_one_function, by_one_head, None])
 def test_a_batch_of_one_task_on_each_rank_is_refused(loss, plan):
@@ -152,6 +153,7 @@ def used_later(outputs, targets):
     return value + metric if (targets < 0).any() else value
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [plus_penalty, plus_penalty_by_product, used_later])
 def test_a_part_that_takes_different_means_is_refused_in_a_later_batch(loss, plan):

@@ -61,6 +61,7 @@ def model(kind: str) -> nn.Module:
     return classifier().double()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("split", [(1, 1, 0), (2, 1, 0), (1, 3, 0), (3, 2, 0), (3, 5, 1), (2, 2, 3)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "classifier"])
 def test_a_model_of_transformers_trains_its_own_loss_as_in_one_process(kind, split):

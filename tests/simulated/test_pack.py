@@ -31,7 +31,7 @@ from fourfold.feed.pack.verify import verify_pack
 from fourfold.feed.pack.zstd import Codec
 from fourfold.words.errors import DamagedSample, DataError
 
-IN_A_FOLDER = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 counter = itertools.count()
 
 

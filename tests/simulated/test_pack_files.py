@@ -19,7 +19,7 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.files.open import open_files
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from fourfold.torch_kit.memory import BufferPool
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(8, 8, 8), length=8, microbatches=8)
 SCHEDULES = [
     {"schedule": "gpipe"},

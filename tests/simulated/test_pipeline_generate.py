@@ -14,6 +14,8 @@ from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import SettingError, TaskError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 transformers = pytest.importorskip("transformers")
 
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

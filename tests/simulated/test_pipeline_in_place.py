@@ -14,6 +14,8 @@ from fourfold.testing import threads
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 7, 5), length=8)
 SCHEDULES = [
     {"schedule": "1f1b", "microbatches": 3},

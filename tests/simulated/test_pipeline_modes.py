@@ -19,6 +19,8 @@ from fourfold.words.errors import DivergenceError, TaskError
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(8, 1, 5), length=8, microbatches=2)  # in the second step, a data rank has none
 PIPELINE: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2, "bucket_bytes": 8000}
 INTERLEAVED: dict[str, Any] = {**PIPELINE, "schedule": "interleaved", "interleave": 2}
@@ -67,6 +69,7 @@ def half_frozen(frozen: int) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize(("fields", "hosts"), [
     ({"zero": 0}, 4), ({"zero": 1}, 1), ({"zero": 1}, 4), ({"zero": 2, "update": "in_backward"}, 4), ({"zero": 3}, 1),

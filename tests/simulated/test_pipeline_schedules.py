@@ -12,6 +12,8 @@ from fourfold.testing import threads
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(8, 7, 5), length=8)
 OTHERS = ({"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"schedule": "interleaved", "interleave": 2})
 

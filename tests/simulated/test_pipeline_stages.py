@@ -161,6 +161,7 @@ def train(kind, fields, comm):
     return oracle.snapshot(step, [m.loss for m in metrics], [])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize(("kind", "pp", "stages"), [
     (Blocks, 2, "even"),

@@ -27,6 +27,8 @@ from tests import cases
 from tests.cases import Case
 from tests.checkpoint_runs import MemoryLog
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 3, 5), length=8, clip=0.05, microbatches=2)
 INTERLEAVED = {"pp": 2, "schedule": "interleaved", "interleave": 2}
 # A codec's messages depend on the buckets: each parameter has its own.

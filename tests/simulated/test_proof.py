@@ -114,6 +114,7 @@ class CountingLoss(Counting, nn.Module):
         return lm.loss(outputs, targets)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("fields", [*MESHES, {"dp": 2, "zero": 1}, {"pp": 2}, {"microbatches": 4}], ids=str)
 def test_attributes_of_modules_are_afterwards_as_before(fields, training, made):

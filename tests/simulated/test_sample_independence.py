@@ -150,6 +150,7 @@ def hooked(hook, dtype=torch.float64):
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", BOUNDED)
 def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_split(kind, plan):
@@ -161,6 +162,7 @@ def test_a_hook_that_bounds_gradients_is_refused_where_a_batch_is_split(kind, pl
     threads.run(1, lambda comm: step(comm, hooked(BOUNDED[kind]), Plan()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_hook_that_scales_or_masks_is_trained(kind, dtype):

@@ -125,6 +125,7 @@ def test_weights_without_values_are_refused_alike():
         check_weights_apart(deferred_model(model, torch.device("cpu"))[0])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", [tie, flatten, interleave, keep_parameters_in_lists], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("fields", [{}, {"zero": 3}, {"update": "in_backward"}], ids=str)
 @pytest.mark.parametrize("size", [1, 2])

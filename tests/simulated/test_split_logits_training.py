@@ -70,6 +70,7 @@ def steps_of(step: TrainStep, batches: list[Any]) -> tuple[list[float], list[Any
     return [each.loss for each in metrics], [each.grad_norm for each in metrics]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "microbatches": 2, "zero": 1}], ids=str)
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_models_with_their_own_loss_train_as_on_one_device_and_send_no_logits(kind, fields, without_dry_run):
@@ -161,6 +162,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [lm.LanguageModel, Checkpointed])
 @pytest.mark.parametrize(("name", "fields"), CASES, ids=str)
 def test_every_loss_trains_as_on_one_device(name, fields, model, without_dry_run):
@@ -181,6 +183,7 @@ def test_every_loss_trains_as_on_one_device(name, fields, model, without_dry_run
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", [lm.LanguageModel, Checkpointed])
 @pytest.mark.parametrize("fields", [{"tp": 2, "microbatches": 2}, {"tp": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["ours", "torch's", "softmax", "in place"])

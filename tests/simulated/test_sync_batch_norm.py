@@ -50,7 +50,7 @@ def check_equal(make, plan, given_batches, *, hosts=1, tolerance=TOLERANCE):
             torch.testing.assert_close(buffer, expected_buffers[name], rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     dims=st.sampled_from(range(4)),
     kind=st.sampled_from(KINDS),

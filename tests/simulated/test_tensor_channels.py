@@ -71,6 +71,7 @@ def one_device(kind: str) -> oracle.TrainingResult:
     return oracle.train(model(kind), loss, ADAM, batches(kind), clip=0.5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_digits_train_as_on_one_device(dp, tp, zero, without_dry_run):

@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[[TrainStep], Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("call", CALLS)

@@ -76,6 +76,7 @@ def test_the_language_model_passes_once(fields, finished):
     assert finished == [plan.mesh.size] * plan.mesh.size
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_models_of_transformers_pass(kind, tp, finished):
@@ -544,6 +545,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", DROPPED)
 @pytest.mark.parametrize("another_intercepts", [False, True])
 def test_a_dropout_learns_its_slice(case, another_intercepts, finished, monkeypatch):

@@ -100,6 +100,7 @@ def test_models_of_transformers_train_as_on_one_device(kind):
     assert max(threads.run(plan.mesh.size, body)) <= TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_lengths_need_not_divide_and_may_differ_between_batches(length, tp):

@@ -22,7 +22,7 @@ from tests.cases import SEED_LOCK
 documents = st.lists(st.lists(st.integers(0, 255), max_size=40), min_size=1, max_size=150)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(documents, st.integers(1, 24))
 def test_each_token_and_its_target_are_in_one_row_once_with_the_bounds_of_their_document(given_documents, length):
     rows = TokenRows(given_documents, length)

@@ -53,7 +53,7 @@ def epoch_of(size, batch_size, *, seed=3, epoch=0, position=0, source=SOURCE, tr
 EXPECTED = epoch_of(1, NUM_SAMPLES)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 5), st.integers(1, NUM_SAMPLES), st.integers(0, NUM_SAMPLES - 1), st.integers(1, 4))
 def test_a_transformed_sample_is_the_same_on_any_number_of_ranks_and_threads_and_after_a_resume(
     size, batch_size, position, threads

@@ -101,6 +101,7 @@ def expected(kind: str, given: list) -> oracle.TrainingResult:
         return oracle.train(copy.deepcopy(made(kind)), loss, adamw, given)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("kind", MODELS)

@@ -108,6 +108,7 @@ def real_model(name, sizes):
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_cut_by_its_rules_computes_as_the_whole_one(name, tp):

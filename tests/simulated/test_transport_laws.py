@@ -146,6 +146,7 @@ def test_a_sum_that_needs_the_factor_stays_queued_until_it_is_given_and_is_multi
             assert before == [[float(number)] * LENGTH] * NUM_BUCKETS
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["", "bf16"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES[1:], ids=str)
@@ -357,6 +358,7 @@ def teams(comm: Any, axis: str) -> tuple[Any, list[int]]:
     return data, list(data.ranks)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("axis", ["inner", "outer"])
 @pytest.mark.parametrize("place", [Place(4), Place(4, 2), Place(4, choice="gloo")], ids=str)

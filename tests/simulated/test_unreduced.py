@@ -123,6 +123,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("prepare", REFUSED)
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_unreduced_gradient_is_refused_before_a_weight_changes(prepare, closed):

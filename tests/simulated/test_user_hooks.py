@@ -85,6 +85,7 @@ def wrapped(comm, module, **fields):
 APIS = [(parallel, fields) for fields in PLANS] + [(wrapped, {})]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("api", "fields"), APIS)
@@ -114,6 +115,7 @@ def test_a_hook_sees_the_gradient_of_its_rank_whenever_it_is_registered(api, fie
             torch.testing.assert_close(gradient.double(), expected[name], rtol=0, atol=0.1 if rough else 1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
@@ -143,6 +145,7 @@ def test_gradients_that_a_hook_writes_are_used(api, fields, size, late, replaces
             torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["all", "any"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("api", "fields"), [each for each in APIS if "precision" not in each[1]])
@@ -240,6 +243,7 @@ class ScaledAgain(Scaled):
     used_again = True
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [Scaled, ScaledAgain])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("api", "fields"), [

@@ -79,6 +79,7 @@ class Complex(nn.Module):
 PLANS = [Plan(), Plan(microbatches=3), Plan(bucket_bytes=100), Plan(update="in_backward", microbatches=2)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["plain", "module", "number", "narrow"])
 def test_a_correct_training_passes(kind, plan):

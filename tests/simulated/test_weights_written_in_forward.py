@@ -76,6 +76,7 @@ def refused(made, plan: Plan, match: str, given: list | None = None, **world) ->
     threads.run(plan.dp, body, **world)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", [Plan(dp=2), Plan(microbatches=2), Plan(dp=2, microbatches=2)])
 @pytest.mark.parametrize("kind", FROM_SAMPLES)
 def test_trained_weights_that_forward_writes_from_its_samples_are_refused_on_every_rank(kind, plan):
@@ -98,6 +99,7 @@ def test_trained_weights_that_forward_writes_each_time_are_refused_with_microbat
 
 
 # In the third and the last batch some ranks have no samples.
+@pytest.mark.covering
 @pytest.mark.parametrize("plan", [Plan(dp=3), Plan(dp=3, update="in_forward"), Plan(dp=3, update="in_backward")])
 @pytest.mark.parametrize("kind", [*EACH_TIME, *ONCE])
 def test_trained_weights_that_forward_writes_equally_are_trained_as_in_one_process(kind, plan):
@@ -116,6 +118,7 @@ def test_trained_weights_that_forward_writes_once_are_allowed_with_microbatches(
 
 
 # A write that changes nothing in the first batch may change something later.
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["data", "no_grad", *EACH_TIME, *[kind for kind in ONCE if kind != "nothing"]])
 @pytest.mark.parametrize(
     ("plan", "hosts", "why"),

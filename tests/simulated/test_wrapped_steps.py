@@ -236,6 +236,7 @@ def test_a_direct_step_of_the_wrapped_optimizer_equals_one_of_the_wrapper():
     assert differences(functools.partial(lbfgs_wolfe, lr=1.0), search) == []
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [torch.optim.SGD, ScaledSGD])
 @pytest.mark.parametrize("how", ["step", "closure", "keyword", "scaler"])
 def test_an_unreduced_gradient_is_refused_in_a_direct_step_too(how, kind):

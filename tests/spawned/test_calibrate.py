@@ -30,13 +30,21 @@ PLANS = (
     Plan(dp=2, codec="powersgd"),
     Plan(dp=2, transport="gloo"),
 )
+BRIEF = """
+import sys
+from fourfold.planner.calibrate import rank
+rank.STEADY_SECONDS = 0.0  # whatever the numbers are, each is taken as few times as it must
+from fourfold.cli.plan.calibrate import main
+main(*sys.argv[1:3], sys.argv[3:])
+"""
 PROGRAM = """
 import sys
 from fourfold.cli.plan.calibrate import calibrate, format_calibrated
 from fourfold.launcher.local_job import launch
 
 def start(command, num_ranks):
-    result = launch(command, num_processes=num_ranks)
+    assert command[:2] == ["-m", "fourfold.cli.plan.calibrate"]
+    result = launch(["brief.py", *command[2:]], num_processes=num_ranks)
     print(result.text, file=sys.stderr)
     return result.exit_code
 
@@ -52,6 +60,7 @@ print("\\n".join(format_calibrated(calibrated)), file=sys.stderr)
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
     """What `fourfold plan calibrate` measures of the task on two ranks, whatever else this machine does."""
     cache = tmp_path_factory.mktemp("cache")
+    (cache / "brief.py").write_text(BRIEF)
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *WORDS],
