@@ -23,6 +23,8 @@ from fourfold.words.errors import DivergenceError, SettingError
 from fourfold.words.task import Data, Task
 from tests.cases import Case, batches, local_batch, loss, model, optimizer
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(12, 12, 12, 12, 12), bucket_bytes=1500)
 FIRST = "first.weight"
 
@@ -298,7 +300,7 @@ def bits(tensor: torch.Tensor, how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["cpu", "device"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_fingerprint_depends_on_every_bit_and_its_position(how, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]))

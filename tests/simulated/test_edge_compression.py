@@ -19,6 +19,8 @@ from fourfold.testing.oracle import TOLERANCE, TrainingResult
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 # Of one size: gradients that are rounded are those of the loss divided by the first batch's count, until the update.
 CASE = Case(model="lm", batch_sizes=(4, 4), length=8, clip=0.05, microbatches=2)
 WIDTH = 16
@@ -105,6 +107,7 @@ MESHES: list[tuple[dict[str, Any], tuple[int, ...], int]] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", EDGES)
 @pytest.mark.parametrize(("fields", "boundaries", "hosts"), MESHES, ids=lambda each: str(each).replace("'", ""))
 def test_training_and_evaluation_are_those_of_one_process_that_rounds_alike(fields, boundaries, hosts, kind):

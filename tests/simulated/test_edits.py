@@ -17,6 +17,8 @@ from tests import cases
 from tests.cases import Case, batches, build_step, loss, model, optimizer
 from tests.precision_oracle import batch_of_rank
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(8,) * 5, bucket_bytes=1500, optimizer="SGD")
 OTHER = {name: torch.full_like(p, 0.02) for name, p in model("mlp").named_parameters()}
 
@@ -83,6 +85,7 @@ def plain_torch_with_edit(case, edit):
     return net.state_dict()
 
 
+@pytest.mark.covering
 @EDITS
 @pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 1, "transport": "gloo"}, {"zero": 0, "unused": "allow"}])
 def test_training_continues_from_an_edit_where_every_rank_holds_all_weights(fields, edit):
@@ -101,6 +104,7 @@ REFUSED += [
 ]
 
 
+@pytest.mark.covering
 @EDITS
 @pytest.mark.parametrize("fields", REFUSED)
 def test_an_edit_that_would_be_lost_or_applied_once_per_rank_is_refused(fields, edit):

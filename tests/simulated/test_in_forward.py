@@ -30,6 +30,8 @@ from fourfold.words.program import Verb
 from tests import cases as cases_module
 from tests.cases import Case, batches, build_step, local_batch, train_step
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(8, 8, 8, 8), bucket_bytes=1000, update="in_forward", clip=0.05)
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2])
 
@@ -350,6 +352,7 @@ class Transformed(nn.Module):
         return self.bias(TRANSFORMS[self.way](self.weight, x))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", TRANSFORMS)
 @pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 2)])
 def test_a_weight_that_is_an_argument_of_a_transform_is_updated_first(way, size, zero):

@@ -13,6 +13,8 @@ from fourfold.words.errors import SettingError
 from fourfold.words.trace_events import NullRecorder
 from tests.cases import SEED_LOCK, model
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 X = torch.linspace(-1, 1, 5 * 16, dtype=torch.float64).view(5, 16)
 
 

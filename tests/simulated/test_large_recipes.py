@@ -13,6 +13,8 @@ from tests import cases, mesh_law
 from tests.cases import Case
 from tests.spawned.test_recipes import MAX_PROCESSES
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LARGE = [name for name in SHIPPED_PLANS.names() if Plan.recipe(name).mesh.size > MAX_PROCESSES]
 
 

@@ -23,6 +23,8 @@ from fourfold.words.mesh import Mesh
 from tests.cases import Case, batches, build_step
 from tests.checkpoint_runs import ThreadRun
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 SECONDS = 20  # far less than a wait's own time limit, far more than a check of the peers takes
 
 

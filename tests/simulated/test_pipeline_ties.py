@@ -23,6 +23,8 @@ from fourfold.words.program import Verb
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 3, 5), length=8, clip=0.05, microbatches=2)
 
 

@@ -16,6 +16,8 @@ from fourfold.trainer.tracer import Tracer
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4,) * 4, length=8, microbatches=4)
 PLANS: list[dict[str, Any]] = [
     {"pp": 2, "microbatches": 4},

@@ -31,13 +31,13 @@ BATCH = 16
 
 
 @functools.cache
-def language_model(layers: int = 4) -> TaskFacts:
+def language_model(layers: int = 8) -> TaskFacts:
     return TaskFacts(lm.task(width=64, layers=layers, heads=4, length=64, batch_size=BATCH))
 
 
 def gpt2(folder: Path, *, vocabulary: int, length: int) -> TaskFacts:
     """A model of transformers, whose head is tied to its embedding."""
-    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": vocabulary, "n_positions": length}
+    sizes = {"n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": vocabulary, "n_positions": length}
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes}))
     return TaskFacts(hf.task(str(path), length=length, batch_size=BATCH))

@@ -29,6 +29,8 @@ from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 3), length=8, clip=0.05)
 MESHES = [
     (1, 1, 1, 1),

@@ -14,6 +14,8 @@ from fourfold.trainer.run_dir import RunDir, archive_run
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import SettingError, TrainingError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LIMIT_SECONDS = 20
 
 

@@ -19,6 +19,8 @@ from fourfold.step.distributed_optimizer import DistributedOptimizer
 from fourfold.testing import threads
 from fourfold.words.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 class Numbers(data.Dataset):
     """Sample i is i."""

@@ -15,6 +15,8 @@ from tests import awkward_models, cases
 from tests.cases import Case, batches, build_step, local_batch
 from tests.checkpoint_runs import ThreadRun, save_twice
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(batch_sizes=(8, 8))
 
 

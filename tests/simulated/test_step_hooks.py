@@ -93,6 +93,7 @@ SETUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("how", SETUPS)
 def test_hooks_train_as_in_one_process(how, kind):

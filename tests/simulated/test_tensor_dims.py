@@ -13,6 +13,8 @@ from fourfold.words.errors import PlanError
 from tests.cases import SEED_LOCK
 from tests.simulated.test_tensor_axis import ADAM, TOLERANCE, deviation, language_model, one_device, tokens, train
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 
 @pytest.mark.parametrize("dims", ["mlp:tp", "heads:tp batch:dp", "vocab:tp length:cp"])
 def test_every_choice_of_dims_trains_as_one_device(dims):

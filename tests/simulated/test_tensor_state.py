@@ -29,6 +29,8 @@ from tests import cases
 from tests.cases import Case
 from tests.checkpoint_runs import MemoryLog
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 CASE = Case(model="lm", batch_sizes=(4, 3, 4), clip=0.05, length=8)
 
 

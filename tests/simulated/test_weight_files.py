@@ -15,6 +15,8 @@ from fourfold.checkpoint.initial_weights import StoredWeights, WeightFiles
 from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 from fourfold.words.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
 # Rows, and columns; last shards that are shorter, and empty; a vector; a convolution's channels; parts of a fused
 # weight, of which places share one; a fused weight of [in, out].

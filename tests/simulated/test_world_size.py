@@ -12,6 +12,8 @@ from fourfold.tasks import digits
 from fourfold.testing import threads
 from fourfold.trainer import train as training
 
+pytestmark = pytest.mark.usefixtures("without_dry_run")
+
 LAUNCHER_VARIABLES = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 
 
