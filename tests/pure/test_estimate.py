@@ -23,7 +23,7 @@ from fourfold.words.program import Action, Verb
 from tests.planner_cases import ChainFacts, LinearPrices, cases
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_an_estimate_is_within_its_error_of_the_prediction(case):
     predicted = predict_step(case.blueprint, case.facts, case.prices)
@@ -47,7 +47,7 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
     assert estimate_step(plan, facts, prices, topology).seconds == pytest.approx(predicted.seconds, rel=0.01)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_an_estimate_holds_at_most_one_percent_more_than_the_prediction(case):
     # A search leaves out what does not fit by its estimate.
@@ -56,7 +56,7 @@ def test_an_estimate_holds_at_most_one_percent_more_than_the_prediction(case):
     assert predicted * 0.93 <= estimated <= predicted * 1.01
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=cases(), zero=st.integers(0, 3), recompute=st.sampled_from(["none", "full"]), times=st.integers(1, 3))
 def test_tables_do_not_change_estimates(case, zero, recompute, times):
     estimator = Estimator(case.facts, case.prices, case.topology)
@@ -66,7 +66,7 @@ def test_tables_do_not_change_estimates(case, zero, recompute, times):
         assert estimator.estimate(plan) == estimate_step(plan, case.facts, case.prices, case.topology)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     schedule=st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]),
     pp=st.integers(2, 8),
