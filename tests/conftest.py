@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,10 +19,9 @@ from fourfold.testing.process_world import SpawnedWorld
 
 # Machines are shared: how long an example takes, or takes to draw, says nothing. The same examples in every run: a
 # submission is not to fail by one that it has not changed. HYPOTHESIS_PROFILE=search looks for new ones, and for more.
-hypothesis.settings.register_profile("search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile(
-    "fourfold", hypothesis.settings.get_profile("search"), derandomize=True, max_examples=30
-)
+ALWAYS: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fourfold", derandomize=True, max_examples=30, **ALWAYS)
+hypothesis.settings.register_profile("search", **ALWAYS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fourfold"))
 
 ROOT = Path(__file__).parent.parent

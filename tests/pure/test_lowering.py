@@ -93,7 +93,7 @@ def records(draw, num_buckets: int):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=75)
 @given(case=cases(), data=st.data())
 def test_every_legal_plan_lowers_to_programs_that_end(case, data):
     plan, specs, topology, options = case
@@ -107,6 +107,7 @@ def test_every_legal_plan_lowers_to_programs_that_end(case, data):
         assert all(len(times[rank]) == len(program[rank]) > 0 for rank in program)
 
 
+@settings(max_examples=100)
 @given(case=cases())
 def test_buckets_tile_the_parameters_of_every_stage(case):
     plan, specs, topology, options = case
