@@ -90,9 +90,14 @@ def test_a_server_with_ranges_is_an_origin():
         assert open_origin(url(server), backoff=QUICK).read("shard-0", 100, 300) == CONTENT[100:300]
 
 
-def test_a_server_without_ranges_is_named():
-    with serving(has_ranges=False) as server, pytest.raises(DataError, match="need a server that answers range"):
-        open_origin(url(server), backoff=QUICK).read("shard-0", 100, 300)
+def test_a_server_without_ranges_is_named_and_no_more_is_read_of_it():
+    with serving(has_ranges=False) as server:
+        origin = open_origin(url(server), backoff=QUICK)
+        with pytest.raises(DataError, match=r"201 bytes of shard-0 .* need a server that answers range"):
+            origin.read("shard-0", 100, 300)
+        with pytest.raises(DataError, match=r"shard-0 of 1002 bytes or more +need at most 1000"):
+            origin.read_up_to("shard-0", 1000)
+        assert origin.read_up_to("shard-0", len(CONTENT)) == CONTENT
 
 
 def test_a_missing_file_is_asked_for_once_and_an_overloaded_server_again(caplog):
