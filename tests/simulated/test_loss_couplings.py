@@ -169,6 +169,27 @@ def test_samples_that_interact_in_the_gradient_only_are_refused(kind, plan):
     refused(make, plan, r"gradients of .* that do not add up")
 
 
+BY_ELEMENTS = [
+    functools.partial(F.mse_loss, reduction="none"),
+    F.l1_loss,
+    lambda outputs, targets: ((outputs - targets) ** 2).mean(),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", BY_ELEMENTS)
+def test_outputs_and_targets_that_broadcast_are_named_with_their_shapes(loss):
+    def body(comm: Any) -> None:
+        plan, generator = Plan(dp=2), torch.Generator().manual_seed(comm.rank)
+        step = TrainStep(nn.Linear(4, 1), loss, sgd, plan=plan, communicator=comm, clip=None)
+        numbers = torch.randn(6, 5, generator=generator)
+        got = r"outputs \[6, 1\] and targets \[6\], which broadcast to \[6, 6\]: .* try outputs\.view_as\(targets\)"
+        with pytest.raises(TaskError, match=got):
+            step.dry_run((numbers[:, :4], numbers[:, 4]), training=True)
+
+    threads.run(2, body)
+
+
 class Similarities(Net):
     """Of each sample to each other one: parts of a batch have fewer columns."""
 

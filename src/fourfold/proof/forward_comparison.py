@@ -306,7 +306,9 @@ class ForwardComparison:
                 problems = self._state_problems(batch, [*parts, full]) or problems
             if full.loss_state_changes:
                 problems += self._loss_state_problems(batch, [*parts, full])
-            loss = {"loss": self._compare_losses(batch, full, parts)} if is_loss_compared else {}
+            loss = {}
+            if is_loss_compared:
+                loss = {"loss": self._compare_losses(batch, full, parts)._replace(broadcast=_broadcast_shapes(full))}
             problems += self._count_problems(batch, *loss.values())
         if self._is_scalar(full) and self._objective.is_compiled:
             problems.append(
@@ -533,6 +535,20 @@ def _compare_forwards(full: DryRunForward, parts: Sequence[DryRunForward]) -> Lo
         min_itemsize=min(forward.min_itemsize for forward in forwards),
         max_output=max(map(_max_finite, outputs), default=0.0),
     )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
+
+
+def _broadcast_shapes(forward: DryRunForward) -> str:
+    """Shapes of as many elements, such as [N, 1] and [N], of which a loss by elements makes [N, N] values; or empty."""
+    outputs, targets = None if forward.result is None else forward.result.outputs, forward.part.targets
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.numel() != targets.numel():
+        return ""
+    try:
+        shape = torch.broadcast_shapes(outputs.shape, targets.shape)
+    except RuntimeError:
+        return ""
+    if math.prod(shape) == outputs.numel():
+        return ""
+    return f"outputs {list(outputs.shape)} and targets {list(targets.shape)}, which broadcast to {list(shape)}"
 
 
 def _of_samples(full: DryRunForward, parts: Sequence[DryRunForward]) -> list[bool]:

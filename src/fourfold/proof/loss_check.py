@@ -77,6 +77,8 @@ class LossComparison(NamedTuple):
     """Whether the loss is one of torch's means."""
     change: str = ""
     """How the samples were changed, in words; empty: not at all."""
+    broadcast: str = ""
+    """The shapes of outputs and targets if they differ, and their elements are paired by broadcasting only."""
 
     @property
     def problem(self) -> Problem | None:
@@ -95,6 +97,8 @@ class LossComparison(NamedTuple):
             attempt = "GroupNorm or LayerNorm instead of batch statistics, attention within a sample; or dp = 1 and"
             return Problem(got, need, f"{attempt} microbatches = 1")
         got = f"{kind} {full} for {together}, but {parts} for the same samples in parts of {sizes}{self.change}"
+        if self.broadcast:
+            return Problem(f"{self.broadcast}: {got}", "outputs and targets of one shape", "outputs.view_as(targets)")
         if self.is_unreduced:
             need = "values that depend on their own sample alone: the batch is split into parts"
             return Problem(got, need, "return (values.sum(), len(values)), which trains each part by itself")
