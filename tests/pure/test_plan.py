@@ -4,13 +4,16 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.cli.arguments import SETTINGS
+from fourfold.plan.ask import ask_problems
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value
+from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value, plan_problems
 from fourfold.words.errors import PlanError
 
 PLANS = st.builds(
@@ -187,6 +190,16 @@ def test_every_field_is_part_of_a_runs_identity_in_some_plan_or_never_changes_th
 def test_precision_and_reduce_dtype_are_part_of_a_runs_identity():
     assert Plan(dp=2, zero=1).identity_fields == {}
     assert Plan(precision="bf16", reduce_dtype="fp32").identity_fields == {"precision": "bf16", "reduce_dtype": "fp32"}
+
+
+def test_a_setting_of_the_run_is_never_taken_for_a_field():
+    for name in {*SETTINGS} - {*FIELDS}:
+        attempts = [problem.attempt for problem in (*plan_problems({name: 1}), *ask_problems(1, "1 GiB", {name: 1}))]
+        assert not {*FIELDS} & {*attempts}, name
+    for name, meant in (("max_steps", "steps, a setting of the run"), ("lr", "the optimizer of"), ("fsdp", "zero=1")):
+        wrong: dict[str, Any] = {name: 1}
+        with pytest.raises(PlanError, match=f"{name} = 1 +need a field of the plan +try {meant}"):
+            Plan(**wrong)
 
 
 def test_a_mistyped_field_is_refused_in_python_as_in_a_file_and_the_signature_stays():

@@ -13,7 +13,7 @@ from typing import Self
 from fourfold.plan.decode import DecodeError, format_pair, from_toml, version_problem
 from fourfold.plan.plan import VERSION, Plan, candidate_meshes
 from fourfold.plan.plan_fields import FIELDS, MAX_RANKS, PLAN_FIELDS, plan_problems
-from fourfold.words.errors import PlanError, Problem, closest_match
+from fourfold.words.errors import PlanError, Problem, closest_match, setting_elsewhere
 from fourfold.words.field import to_builtin
 from fourfold.words.mesh import AXES, Mesh
 from fourfold.words.units import Dimension, read_quantity, write_bytes
@@ -128,7 +128,8 @@ def ask_problems(devices: object, memory: object, values: Mapping[str, object]) 
     problems = _machine_problems(devices, memory)
     for name, value in values.items():
         if name not in FIELDS:
-            close = closest_match(name, (*MACHINE_FIELDS, *FIELDS))
+            known = (*MACHINE_FIELDS, *FIELDS)
+            close = setting_elsewhere(name, known) or closest_match(name, known)
             problems.append(Problem(f"{name} = {value!r}", "a field of a plan, devices or memory", close or ""))
         elif is_left_open(name, value) and name not in (*SEARCHED, *ON_REQUEST):
             default = getattr(Plan(), name)

@@ -15,7 +15,7 @@ from fourfold.axes.pipeline.rules.schedules import SCHEDULES
 from fourfold.axes.tensor.rules.dims import dims_problems
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
-from fourfold.words.errors import Problem, closest_match
+from fourfold.words.errors import Problem, closest_match, setting_elsewhere
 from fourfold.words.field import Field, declare, declared_fields, to_builtin
 
 MAX_RANKS = 2**20  # ranks or microbatches; beyond any machine, and a plan can still be shown
@@ -263,7 +263,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
     for name, value in values.items():
         rule = PLAN_FIELDS.get(name)
         if rule is None:
-            close = closest_match(name, FIELDS)
+            close = setting_elsewhere(name, FIELDS) or closest_match(name, FIELDS)
             problems.append(Problem(f"{name} = {value!r}", "a field of the plan", close or "fourfold show"))
         elif not rule.accepts(value) or rule.supported is not None:  # most are legal, of many thousands of plans
             problems += rule.problems(name, value, none="none")

@@ -72,6 +72,7 @@ _WORDS_OF_OTHERS = {
     "heads": "num_heads n_heads n_head nhead num_attention_heads",
     "data": "dataset data_dir data_path dataset_path train_file",
 }
+OURS = {ours for words in _WORDS_OF_OTHERS for ours in words.split()} | {"order", "tensor"}  # like codec and transport
 SYNONYMS = {other: ours for ours, others in _WORDS_OF_OTHERS.items() for other in others.split()}
 """By the word of another framework: ours, the likeliest first."""
 _PLACES_OF_OTHERS = {
@@ -281,3 +282,13 @@ def place_of_setting(word: str, settings: Iterable[str]) -> str | None:
     plain = word.lower().replace("-", "_")
     is_known = {*SYNONYMS.get(plain, "").split()} & {*settings}
     return None if is_known or plain not in PLACES else PLACES[plain].replace("NAME", plain)
+
+
+def setting_elsewhere(word: str, settings: Iterable[str]) -> str | None:
+    """Where a word is said, ours or another framework's, that means none of the settings, or None: it is unknown."""
+    if (place := place_of_setting(word, settings)) is not None:
+        return place
+    plain = word.lower().replace("-", "_")
+    meant = SYNONYMS.get(plain, plain).split()
+    is_elsewhere = OURS.issuperset(meant) and not {*meant} & {*settings}
+    return f"{meant[0]}, a setting of the run or the task" if is_elsewhere else None
