@@ -13,11 +13,12 @@ from fourfold.axes.data.rules.step_program import UseOrders
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CODECS
-from fourfold.plan.lowering import NO_RECORD, StepRecord, effective_layouts, lower
+from fourfold.plan.lowering import effective_layouts, lower
 from fourfold.plan.memory import HostRanks
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
+from fourfold.plan.step_programs import NO_RECORD, StepRecord
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology, group_hosts
 from fourfold.words.errors import PlanError

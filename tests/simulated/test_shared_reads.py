@@ -24,8 +24,17 @@ from fourfold.feed.data_input import open_input
 from fourfold.feed.evaluation_batches import EvaluationBatches
 from fourfold.feed.feed import Feed
 from fourfold.feed.sharing import shared_reads
-from fourfold.feed.sharing.channel import MAX_AHEAD, MAX_FREE, Peers, ReaderEnd, SharerEnd, SlotViews, SlotWriter
-from fourfold.feed.sharing.shared_reads import ADDRESS_BYTES, Form, Key, Loop, ReaderReads, SharerReads
+from fourfold.feed.sharing.channel import (
+    ADDRESS_BYTES,
+    MAX_AHEAD,
+    MAX_FREE,
+    Peers,
+    ReaderEnd,
+    SharerEnd,
+    SlotViews,
+    SlotWriter,
+)
+from fourfold.feed.sharing.shared_reads import Form, Key, Loop, ReaderReads, SharerReads
 from fourfold.testing import threads
 from fourfold.torch_kit import memory
 from fourfold.words.errors import DamagedSample, DataError, PeerError, TaskError

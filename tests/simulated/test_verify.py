@@ -14,8 +14,8 @@ import fourfold as ff
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
 from fourfold.comm.codec.int8 import Int8
+from fourfold.comm.collectives import sum_in_order
 from fourfold.comm.reduce import host
-from fourfold.comm.reduce.host import sum_in_order
 from fourfold.feed.source import TensorSource
 from fourfold.model.loss_sum import Loss, sum_loss
 from fourfold.model.objective import Objective

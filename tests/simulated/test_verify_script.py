@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.cli.verify import report
+from fourfold.comm.collectives import sum_in_order
 from fourfold.comm.reduce import host
-from fourfold.comm.reduce.host import sum_in_order
 from fourfold.verification import script as verify_script
 from fourfold.verification.comparison import EXACT_BOUND, VerifyResult
 from fourfold.verification.script import ScriptVerifier

@@ -19,7 +19,7 @@ import torch
 from fourfold.axes.pipeline.rules.schedules import batches_in_flight, warm_up
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.axes.pipeline.work.weight_versions import WeightVersions
-from fourfold.comm.reduce.protocol import ScalarReducer
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.step_state import StepParts, StepState
 from fourfold.step.update_timing import UPDATE_AFTER, begin_gradients, end_stages

@@ -31,7 +31,7 @@ from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import Compression
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.protocol import ScalarReducer
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.comm.tensor_group import MessageTensorGroup
 from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
 from fourfold.model.objective import ModelLoss, Objective, UserLoss

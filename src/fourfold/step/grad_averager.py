@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from fourfold.axes.data.work.countdown import Countdown
 from fourfold.axes.data.work.grad_buckets import GradBuckets
 from fourfold.axes.data.work.gradients import MeanSink, launch_all
-from fourfold.comm.reduce.protocol import DataTransport, ScalarReducer
-from fourfold.comm.reduce.scalars import WorldChannel
+from fourfold.comm.reduce.protocol import DataTransport
+from fourfold.comm.reduce.scalars import ScalarReducer, WorldChannel
 from fourfold.step.optimizer_steps import ReducedGrad
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.errors import Problem, TrainingError

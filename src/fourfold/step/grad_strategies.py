@@ -19,7 +19,8 @@ from fourfold.axes.data.work.gradients import Gradients
 from fourfold.axes.data.work.local_sgd import LocalSGD
 from fourfold.axes.data.work.weight_edits import WeightEdits
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, shard_addend
+from fourfold.comm.reduce.protocol import GradReducer, shard_addend
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.comm.tensor_group import TensorGroup
 from fourfold.model.loss_sum import Loss
 from fourfold.words.program import LOSS, TRUST_NORMS

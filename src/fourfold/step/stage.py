@@ -24,7 +24,8 @@ from fourfold.axes.pipeline.work.gates import Gates, StageEnd
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
 from fourfold.axes.pipeline.work.stand_in import StandInUsed, sources_of
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.reduce.protocol import GradReducer, ScalarReducer, WeightGatherer
+from fourfold.comm.reduce.protocol import GradReducer, WeightGatherer
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.model.batch import Microbatch
 from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.loss_sum import Loss

@@ -28,7 +28,7 @@ from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import Compression, Kept
 from fourfold.comm.edges import StageEdges
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.protocol import ScalarReducer
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.model.batch import Microbatch
 from fourfold.model.loss_sum import Loss, is_uneven, scale_problem, uneven_problem
 from fourfold.model.objective import Objective
