@@ -20,10 +20,9 @@ from bench.plan_search import CASES, DTYPE
 from fourfold.plan.check import combination_problems
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import load_cluster, topology_of
+from fourfold.planner.predict.clusters import RooflinePrices, load_cluster, topology_of
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR, Estimator
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.errors import PlanError
 from fourfold.words.text_table import align_columns

@@ -24,9 +24,8 @@ import fourfold as ff
 from bench.measurement import describe_machine, format_table
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import load_cluster, topology_of
+from fourfold.planner.predict.clusters import RooflinePrices, load_cluster, topology_of
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import lm

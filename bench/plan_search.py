@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from bench.measurement import describe_machine
 from fourfold.plan.ask import Ask
-from fourfold.planner.predict.clusters import load_cluster
+from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.search.decide import decide
 from fourfold.words.text_table import align_columns
 

@@ -81,8 +81,8 @@ def calibrate(task: Task, file: str) -> dict[str, object]:
     from pathlib import Path
 
     from fourfold.comm import init
-    from fourfold.planner.calibrate.machine import this_machine
     from fourfold.planner.calibrate.rank import Conditions, measure
+    from fourfold.planner.calibrate.timing import this_machine
     from fourfold.planner.predict.calibration import encode_calibration
     from fourfold.planner.task_facts.source import TaskFacts
 

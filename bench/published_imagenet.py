@@ -18,8 +18,14 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.param_spec import UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier, load_cluster, topology_of
-from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.clusters import (
+    Cluster,
+    ProductEfficiency,
+    RooflinePrices,
+    Tier,
+    load_cluster,
+    topology_of,
+)
 from fourfold.planner.predict.step import predict_step
 
 IMAGES = 1_281_167

@@ -15,12 +15,11 @@ import numpy as np
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import Cluster, read_cluster, read_table, topology_of
+from fourfold.planner.predict.clusters import Cluster, RooflinePrices, read_cluster, read_table, topology_of
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.memory import predict_memory
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.prices import SegmentSeconds
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.layout import Change
 

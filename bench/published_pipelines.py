@@ -12,9 +12,15 @@ from typing import NamedTuple
 
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier, load_cluster, topology_of
+from fourfold.planner.predict.clusters import (
+    Cluster,
+    ProductEfficiency,
+    RooflinePrices,
+    Tier,
+    load_cluster,
+    topology_of,
+)
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 
 NO_HEAD = 8  # tokens of a vocabulary whose head costs nothing

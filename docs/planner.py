@@ -15,8 +15,7 @@ from typing import Any
 
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import Timeline
-from fourfold.planner.predict.comparison import timeline_by_rank
-from fourfold.planner.predict.prediction import decode_prediction
+from fourfold.planner.predict.prediction import decode_prediction, timeline_by_rank
 from fourfold.trace.step_comparison import measured_timeline, median_step
 from fourfold.trace.trace_file import decode_trace
 from fourfold.words.trace_events import COMPUTE_LANE, SEND_LANE

@@ -14,7 +14,7 @@ from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.planner.search.space import Space
-from fourfold.planner.search.stages import Chain, Segment, Submesh, best_division, division_of
+from fourfold.planner.search.step_pricing import Chain, Segment, Submesh, best_division, division_of
 from fourfold.words.errors import PlanError, Problem
 
 RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 0.33}

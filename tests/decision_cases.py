@@ -2,8 +2,8 @@
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import TimedAction
+from fourfold.planner.predict.facts import Workload
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
-from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Change, Decision, Refused
 from fourfold.words.errors import Problem
 from fourfold.words.program import Action, Verb

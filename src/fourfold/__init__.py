@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from fourfold.feed.rows.sql import sql
     from fourfold.feed.token_rows import TokenRows
     from fourfold.feed.transform import Transformed
-    from fourfold.launcher.notebook import launch
-    from fourfold.launcher.verify import verify
+    from fourfold.launcher.notebook import launch, verify
     from fourfold.plan.ask import Ask
     from fourfold.plan.lr_schedule import LRSchedule
     from fourfold.plan.plan import Plan
@@ -105,7 +104,7 @@ _MODULE_OF = {
     "shard": "feed.dataloader",
     "sql": "feed.rows.sql",
     "train": "trainer.train",
-    "verify": "launcher.verify",
+    "verify": "launcher.notebook",
     "world": "comm.init",
 }
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fourfold.feed.expected import Expected
+from fourfold.feed.position import Expected
 from fourfold.feed.source import BatchSource
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
 from fourfold.feed.staging.stager import Stager

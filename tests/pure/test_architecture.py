@@ -290,7 +290,6 @@ def test_few_files_import_transformers_and_the_launcher_alone_torchelastic():
     assert importers["transformers"] == {"model/transformers_attention.py", "tasks/hf.py"}
     launcher = {
         "launcher/local_job.py",
-        "launcher/local_rendezvous.py",
         "launcher/rank_start.py",
     }
     assert importers["torch.distributed.elastic"] == launcher

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from fourfold.cli.plan import calibrate as plan_calibrate
 from fourfold.cli.plan import machine as plan_machine
 from fourfold.cli.plan.calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
-from fourfold.planner.calibrate import machine
-from fourfold.planner.calibrate.machine import Busy, busiest_processes, check_quiet, this_machine
-from fourfold.planner.calibrate.probe import BLOCKS_OF_A_KIND, shorten
-from fourfold.planner.calibrate.segments import SegmentClock, cuts_of
-from fourfold.planner.calibrate.timing import is_steady
+from fourfold.planner.calibrate import timing
+from fourfold.planner.calibrate.segments import BLOCKS_OF_A_KIND, SegmentClock, cuts_of, shorten
+from fourfold.planner.calibrate.timing import Busy, busiest_processes, check_quiet, is_steady, this_machine
 from fourfold.planner.predict.calibration import CalibrationError, Cut, encode_calibration
 from fourfold.tasks import lm
 from fourfold.words.task import Task
@@ -162,8 +160,8 @@ def test_turns_are_steady_once_more_of_them_would_change_little():
 
 def test_foreign_load_is_refused_and_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (5.2, 1.0, 1.0))
-    monkeypatch.setattr(machine, "num_cores", lambda: 4)
-    monkeypatch.setattr(machine, "busiest_processes", lambda: [Busy("compiler", 17, 1.52), Busy("editor", 4, 0.25)])
+    monkeypatch.setattr(timing, "num_cores", lambda: 4)
+    monkeypatch.setattr(timing, "busiest_processes", lambda: [Busy("compiler", 17, 1.52), Busy("editor", 4, 0.25)])
     with pytest.raises(CalibrationError) as raised:
         check_quiet()
     (problem,) = raised.value.problems
@@ -173,7 +171,7 @@ def test_foreign_load_is_refused_and_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_quiet_machine_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (3.9, 9.0, 9.0))
-    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    monkeypatch.setattr(timing, "num_cores", lambda: 4)
     assert check_quiet() == 3.9  # by cores: however few ranks will be measured
 
 

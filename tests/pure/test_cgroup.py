@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from fourfold.doctor import machine_probe
+from fourfold.doctor import checks
 from fourfold.environment import host_limits, world
 
 
@@ -52,7 +52,7 @@ def test_a_run_and_the_doctor_see_the_same_quota(quota, cores):
         mock.patch.object(host_limits, "cpu_quota", return_value=quota),
         mock.patch("os.sched_getaffinity", return_value=set(range(8))),
     ):
-        found = machine_probe.probe_machine()
+        found = checks.probe_machine()
         assert (world.num_cores(), found.cores, found.quota_cores) == (cores, cores, quota)
 
 
@@ -92,10 +92,10 @@ def test_a_run_and_the_doctor_see_the_same_memory_limit(name, tmp_path, monkeypa
     monkeypatch.setattr(host_limits, "CGROUP_ROOT", paths["root"])
     monkeypatch.setattr(host_limits, "PROC_CGROUP", paths["proc_cgroup"])
     monkeypatch.setattr(host_limits, "MEMINFO", tmp_path / "meminfo")
-    found = machine_probe.probe_machine()
+    found = checks.probe_machine()
     assert (found.limit_bytes, found.limit_left_bytes) == expected
     has_limit = found.limit_left_bytes is not None
     assert host_limits.available_bytes() == (found.limit_left_bytes if has_limit else 1000 * 1024)
     # The probe reserves little of what is left.
     assert found.shared_problem == ""
-    assert found.shared_bytes == machine_probe.MIB if has_limit else found.shared_bytes <= machine_probe.SHARED_BYTES
+    assert found.shared_bytes == checks.MIB if has_limit else found.shared_bytes <= checks.SHARED_BYTES

@@ -5,7 +5,7 @@ import pytest
 from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
 from fourfold.plan.simulate import makespan, simulate
-from fourfold.trace import step_breakdown
+from fourfold.trace import utilization
 from fourfold.trace.cost import StepCosts, measure_costs, step_costs
 from fourfold.trace.step_comparison import (
     compare_timelines,
@@ -153,7 +153,7 @@ def test_unshards_overlap_with_the_forward_or_backward_that_uses_them():
     times = {str(timed.action): timed for timed in simulated_timeline(found, costs)[0]}
     measured = {str(timed.action): timed for timed in measured_timeline(found, 3)[0]}
     assert all(times[name].end == pytest.approx(measured[name].end) for name in measured)
-    assert step_breakdown.seconds_by_category(found)["unshard"] == 14.0
+    assert utilization.seconds_by_category(found)["unshard"] == 14.0
 
 
 def test_a_forward_overlaps_with_the_gathers_of_the_updates_that_are_fused_into_it():

@@ -13,8 +13,7 @@ from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.answer import MAX_SIMULATED, Question, choose, decide_among, simplicity
 from fourfold.planner.search.baselines import price_baselines
-from fourfold.planner.search.decision import Decision, Refused
-from fourfold.planner.search.reasons import reason, savings
+from fourfold.planner.search.decision import Decision, Refused, reason, savings
 from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError
 from tests.decide_cases import FakePricing, Model, Rates, make_case

@@ -11,7 +11,7 @@ from fourfold.plan.ask import Ask
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.decision import Progress
 from fourfold.planner.search.search import CUT_FIELDS, FRONT_RANGE, search
 from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.checkpoint.manifest_file import read_manifest, verify_checkpoint
+from fourfold.checkpoint.store import read_manifest, verify_checkpoint
 from fourfold.launcher import failure_report
 from fourfold.plan.decode import (
     MAX_DEPTH,

@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main
-from fourfold.doctor import gloo_probe
-from fourfold.doctor.checks import FAIL, GIB, MIB, OK, OLDEST_TORCH, WARN, check_machine, exit_code, format_findings
-from fourfold.doctor.machine_probe import GlooTiming, MachineFacts, probe_machine
+from fourfold.doctor import checks
+from fourfold.doctor.checks import (
+    FAIL,
+    GIB,
+    MIB,
+    OK,
+    OLDEST_TORCH,
+    WARN,
+    GlooTiming,
+    MachineFacts,
+    check_machine,
+    exit_code,
+    format_findings,
+    probe_machine,
+)
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = MachineFacts(
@@ -128,7 +140,7 @@ def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
 
 def test_json_output_has_the_same_rows_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gloo_probe, "measure_gloo", functools.cache(gloo_probe.measure_gloo))  # starts two processes
+    monkeypatch.setattr(checks, "measure_gloo", functools.cache(checks.measure_gloo))  # starts two processes
 
     def doctor(*arguments: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:

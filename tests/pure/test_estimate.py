@@ -135,7 +135,7 @@ from fourfold.planner.predict.clusters import topology_of
 from fourfold.planner.predict.clusters import load_cluster
 from fourfold.planner.predict.estimate import Estimator
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.predict.roofline import RooflinePrices
+from fourfold.planner.predict.clusters import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 cluster = load_cluster("dgx-a100").resized(1024)
 facts = GptFacts(layers=96, width=12288, heads=96, batch_size=1536, precision="bfloat16")

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.action_costs import GatherStalls
-from fourfold.planner.predict.clusters import load_cluster, topology_of
+from fourfold.planner.predict.clusters import RooflinePrices, load_cluster, topology_of
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.prices import GroupShape
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb

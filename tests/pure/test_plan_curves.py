@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.plan import Plan
-from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows, format_curves
+from fourfold.planner.plan_text import DEVICES, Curve, Point, curve_rows, format_curves
 from fourfold.report.plan_pages import describe_curves
 from tests.decision_cases import WORKLOAD, prediction
 from tests.report_data import parts, visible_text

@@ -10,9 +10,8 @@ from fourfold.cli.plan.question import gpt_source
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import SHIPPED_ASKS
-from fourfold.planner.predict.clusters import load_cluster
+from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.planner.search.decide import decide
 from fourfold.words.errors import SettingError
 

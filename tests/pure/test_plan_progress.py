@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.cli.plan import progress as plan_progress
 from fourfold.cli.plan.progress import CLEAR, interrupted_text, progress_line, shown_progress
-from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.decision import Progress
 from tests.decision_cases import BEST, SLOW
 
 DEEP = Progress("searching", 41, 200, BEST)

@@ -24,9 +24,9 @@ from fourfold.planner.plan_text import (
     term_rows,
 )
 from fourfold.planner.predict.clusters import load_cluster
+from fourfold.planner.predict.facts import Workload
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.predict.workload import Workload
 from fourfold.report.plan_pages import describe_decision
 from tests.decision_cases import (
     BEST,

@@ -6,8 +6,15 @@ import pytest
 
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import TimedAction
-from fourfold.planner.predict.comparison import by_category, compare_prediction, is_of_plan, timeline_by_rank
-from fourfold.planner.predict.prediction import Prediction, RecordedPrediction, encode_prediction
+from fourfold.planner.predict.prediction import (
+    Prediction,
+    RecordedPrediction,
+    by_category,
+    compare_prediction,
+    encode_prediction,
+    is_of_plan,
+    timeline_by_rank,
+)
 from fourfold.report import run_record
 from fourfold.report.page import describe_run
 from fourfold.trace.cost import measure_costs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fourfold.plan.plan import Plan
-from fourfold.planner.plan_curves import DEVICES, Curve, Point
+from fourfold.planner.plan_text import DEVICES, Curve, Point
 from fourfold.report.document import UNKNOWN, bars, card, document, note, render, table
 from fourfold.report.page import compare_runs, describe_run
 from fourfold.report.plan_pages import describe_curves, describe_decision, describe_plan

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.plan import Plan
-from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
+from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, RooflinePrices, Tier
 from fourfold.planner.predict.facts import Collective, Operation, OperationKind, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape, Prices
-from fourfold.planner.predict.roofline import RooflinePrices
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import Change, collective_sent_bytes
 

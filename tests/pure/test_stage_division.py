@@ -6,7 +6,7 @@ import math
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fourfold.planner.search.stages import Chain, Division, Segment, Submesh, best_division, division_of
+from fourfold.planner.search.step_pricing import Chain, Division, Segment, Submesh, best_division, division_of
 
 NUMBERS = st.integers(0, 9).map(float)
 SEGMENTS = st.builds(Segment, NUMBERS, NUMBERS, NUMBERS)

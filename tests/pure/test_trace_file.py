@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.trace import step_breakdown
-from fourfold.trace.rank_events import Interval, RankEvents
+from fourfold.trace import utilization
 from fourfold.trace.trace_file import (
     Event,
+    Interval,
+    RankEvents,
     Trace,
     TraceError,
     clock_offset_bounds,
@@ -56,23 +57,23 @@ def test_a_trace_without_a_mesh_is_one_of_data_ranks_that_share_no_memory():
 
 
 def test_time_by_action_adds_up_to_the_step():
-    spent = step_breakdown.seconds_by_category(trace(late=1.0))
-    assert sum(seconds for name, seconds in spent.items() if name != step_breakdown.REDUCE_TIME) == pytest.approx(14.0)
+    spent = utilization.seconds_by_category(trace(late=1.0))
+    assert sum(seconds for name, seconds in spent.items() if name != utilization.REDUCE_TIME) == pytest.approx(14.0)
     assert spent["data"] == pytest.approx(1.0)
     assert spent["reduce"] == pytest.approx(3.5)
     assert spent["forward"] == pytest.approx(1.0)
 
 
 def test_all_gathers_are_a_category_in_the_background():
-    spent = step_breakdown.seconds_by_category(zero1_trace())
+    spent = utilization.seconds_by_category(zero1_trace())
     assert spent["gather"] == pytest.approx(4.0)
     assert spent["between actions"] == pytest.approx(5.0)
-    own = [seconds for name, seconds in spent.items() if name not in step_breakdown.BACKGROUND_TIMES]
+    own = [seconds for name, seconds in spent.items() if name not in utilization.BACKGROUND_TIMES]
     assert sum(own) == pytest.approx(10.0)
 
 
 def test_every_verb_has_a_time_category():
-    assert set(step_breakdown.CATEGORIES) == set(Verb)
+    assert set(utilization.CATEGORIES) == set(Verb)
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))

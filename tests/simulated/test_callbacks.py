@@ -13,8 +13,7 @@ import torch
 
 import fourfold as ff
 from fourfold.callbacks import EarlyStopping
-from fourfold.checkpoint.manifest_file import read_manifest
-from fourfold.checkpoint.store import CheckpointStore, Retention
+from fourfold.checkpoint.store import CheckpointStore, Retention, read_manifest
 from fourfold.testing import threads
 from fourfold.words.errors import SettingError, StoppedError
 from tests.callback_runs import BrokenOffError, Recorder, Stopping, make_task, train, train_in_two

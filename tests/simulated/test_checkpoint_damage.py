@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.checkpoint import write, writer
-from fourfold.checkpoint.manifest_file import verify_checkpoint
-from fourfold.checkpoint.store import CheckpointStore, newest_valid
+from fourfold.checkpoint import writer
+from fourfold.checkpoint.store import CheckpointStore, newest_valid, verify_checkpoint
 from fourfold.checkpoint.writer import CheckpointWriter
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
@@ -263,7 +262,7 @@ def test_what_the_writer_does_not_expect_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_a_failed_write_keeps_older_checkpoints(tmp_path, monkeypatch):
-    def fails(path, snapshot, real=write.write_snapshot):
+    def fails(path, snapshot, real=writer.write_snapshot):
         if path.name == "rank-001.safetensors" and "step-00000003" in str(path):
             raise OSError(28, "No space left on device")
         return real(path, snapshot)

@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fourfold.checkpoint import write, writer
+from fourfold.checkpoint import writer
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.export import export_weights
 from fourfold.checkpoint.initial_weights import check_weights, load_weights
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.manifest_file import read_manifest
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.store import CheckpointStore
+from fourfold.checkpoint.restore import CheckpointReader
+from fourfold.checkpoint.store import CheckpointStore, read_manifest
 from fourfold.feed.feed import Feed
 from fourfold.optim.ema import EMA
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
@@ -46,7 +45,7 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(tmp_path):
 def test_a_snapshot_holds_the_weights_at_the_time_it_was_taken(tmp_path, monkeypatch):
     entered, go = threads.threading.Event(), threads.threading.Event()
 
-    def delayed_write(path, snapshot, real=write.write_snapshot):
+    def delayed_write(path, snapshot, real=writer.write_snapshot):
         entered.set()
         assert go.wait(30)
         return real(path, snapshot)

@@ -17,11 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fourfold.checkpoint import manager
-from fourfold.checkpoint.manifest_file import encode_manifest, read_manifest, verify_checkpoint
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.store import CheckpointStore
-from fourfold.checkpoint.write import HeldPart, Holders, LiveTensor, Snapshot, write_snapshot
-from fourfold.checkpoint.writer import DoneMarker, RankReport, complete_manifest
+from fourfold.checkpoint.restore import CheckpointReader
+from fourfold.checkpoint.store import CheckpointStore, encode_manifest, read_manifest, verify_checkpoint
+from fourfold.checkpoint.writer import (
+    DoneMarker,
+    HeldPart,
+    Holders,
+    LiveTensor,
+    RankReport,
+    Snapshot,
+    complete_manifest,
+    write_snapshot,
+)
 from fourfold.plan.checkpoint_boxes import Part, relative_slices, shard_file_name, whole
 from fourfold.plan.checkpoint_manifest import TensorKey, TensorKind
 from fourfold.testing import threads

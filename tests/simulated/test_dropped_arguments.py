@@ -21,8 +21,7 @@ from fourfold.step.initial_model import _SkipRandomInit
 from fourfold.step.memory_bound import _LayerInputMode
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
-from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS
-from fourfold.torch_kit.param_access import ParamAccess
+from fourfold.torch_kit.param_access import DROPPED_ARGUMENTS, ParamAccess
 from tests.cases import SEED_LOCK
 
 MODES = {

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fourfold.checkpoint import export, pretrained_files
 from fourfold.checkpoint.checkpoints import Checkpoints
-from fourfold.checkpoint.read import StoredTensor
+from fourfold.checkpoint.restore import StoredTensor
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.cli import main
 from fourfold.plan.plan import Plan

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 import fourfold as ff
 from fourfold.checkpoint.initial_weights import WeightFiles
-from fourfold.checkpoint.manifest_file import file_checksum, verify_checkpoint
-from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.restore import CheckpointReader
+from fourfold.checkpoint.store import file_checksum, verify_checkpoint
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.verify import verify_pack
 from fourfold.feed.pack.zstd import Codec

@@ -21,7 +21,7 @@ from fourfold.step.parallelize import parallelize
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import oracle, threads
 from fourfold.torch_kit.param_access import untracked_access
-from fourfold.trace import step_breakdown
+from fourfold.trace import utilization
 from fourfold.trace.cost import measure_costs
 from fourfold.trace.step_comparison import simulated_timeline
 from fourfold.trainer.tracer import Tracer
@@ -465,9 +465,9 @@ def test_the_trace_shows_updates_within_forward_and_counts_them_once():
         updates = [event for name, event in at.items() if name[0] == "U"]
         assert len(updates) == sum(action.verb == Verb.UPDATE for action in trace.program[rank])
         assert all(at["F0.0"].start <= each.start <= each.stop <= at["F0.0"].stop for each in updates)
-    spent = step_breakdown.seconds_by_category(trace)
+    spent = utilization.seconds_by_category(trace)
     steps = [e.seconds for e in trace.events if e.name == "step"]
-    assert sum(v for name, v in spent.items() if name != step_breakdown.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
+    assert sum(v for name, v in spent.items() if name != utilization.REDUCE_TIME) <= 1.001 * sum(steps) / len(steps)
     assert {rank: len(timed) for rank, timed in simulated_timeline(trace, measure_costs(trace)).items()} == {
         rank: len(actions) for rank, actions in trace.program.items()
     }

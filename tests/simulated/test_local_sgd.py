@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fourfold as ff
-from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.restore import CheckpointReader
 from fourfold.checkpoint.store import CheckpointStore, newest_valid
 from fourfold.plan.checkpoint_manifest import TensorKey
 from fourfold.plan.intervals import is_due

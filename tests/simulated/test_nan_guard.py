@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fourfold as ff
-from fourfold.checkpoint.read import CheckpointReader
+from fourfold.checkpoint.restore import CheckpointReader
 from fourfold.checkpoint.store import newest_valid
 from fourfold.feed.batches import Batch
 from fourfold.feed.source import TensorSource

@@ -20,9 +20,9 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.planner.predict.facts import TemporaryPeak
 from fourfold.planner.predict.memory import predict_memory
-from fourfold.planner.task_facts.fake_attention import FakeAttention
 from fourfold.planner.task_facts.fake_memory import PeakMemory, upper_envelope
 from fourfold.planner.task_facts.fake_ranks import FakeChannel
+from fourfold.planner.task_facts.operations import FakeAttention
 from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.tasks import hf, lm
 from fourfold.words.task import Task

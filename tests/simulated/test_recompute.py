@@ -24,7 +24,7 @@ from fourfold.step.train_step import TrainStep
 from fourfold.tasks import lm
 from fourfold.testing import threads
 from fourfold.testing.oracle import TrainingResult
-from fourfold.torch_kit.activation_checkpoints import is_in_checkpoint, is_in_reentrant_checkpoint
+from fourfold.torch_kit.recompute import is_in_checkpoint, is_in_reentrant_checkpoint
 from fourfold.words.errors import PlanError, TaskError, TrainingError
 from tests import cases
 from tests.cases import Case

@@ -7,8 +7,8 @@ import torch
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
+from fourfold.feed.sample_rng import fingerprint_of, is_same_sample
 from fourfold.feed.source import TensorSource
-from fourfold.feed.source_fingerprint import fingerprint_of, is_same_sample
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.trainer.evaluate import evaluate

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fourfold as ff
-from fourfold.feed.expected import NOT_STAGED
+from fourfold.feed.position import NOT_STAGED
 from fourfold.words.errors import DataError
 from tests.simulated.test_feed_orders import Numbers, feeds, global_batches
 

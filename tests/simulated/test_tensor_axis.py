@@ -330,10 +330,6 @@ class CountedGroup(MessageTensorGroup):
         super().__init__(CommMeter(), torch.device("cpu"))
         self.num_all_reduces = 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_all_reduces += 1
-        return super().all_reduce(tensor)
-
     def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.num_all_reduces += 1
         return super().all_reduce_async(tensor)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.restore import restore
+from fourfold.checkpoint.restore import CheckpointReader, restore
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.plan.codec import CODECS

@@ -18,8 +18,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from fourfold.launcher import failure_report
 from fourfold.launcher.forked_process import fork
-from fourfold.launcher.local_job import TORCH_SIGNALS_VARIABLE, handled_signals, signal_handler
-from fourfold.launcher.local_rendezvous import LOOPBACK, AgentRendezvous
+from fourfold.launcher.local_job import (
+    LOOPBACK,
+    TORCH_SIGNALS_VARIABLE,
+    AgentRendezvous,
+    handled_signals,
+    signal_handler,
+)
 from fourfold.launcher.rank_start import ranks_started_by
 
 MAX_RESTARTS = 5

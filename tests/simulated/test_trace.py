@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.plan.rank_program import lane_of
 from fourfold.testing import threads
-from fourfold.trace import step_breakdown
+from fourfold.trace import utilization
 from fourfold.trace.cost import measure_costs, step_costs
 from fourfold.trace.step_comparison import simulated_timeline
 from fourfold.trace.trace_file import Trace, decode_trace
@@ -93,7 +93,7 @@ def test_local_and_averaging_steps_are_recorded_and_simulated_with_their_own_pro
         assert {rank: len(timed) for rank, timed in times.items()} == {
             rank: len(actions) for rank, actions in program.items()
         }
-    assert step_breakdown.seconds_by_category(trace)[step_breakdown.AVERAGE_TIME] > 0
+    assert utilization.seconds_by_category(trace)[utilization.AVERAGE_TIME] > 0
 
 
 @pytest.mark.parametrize(

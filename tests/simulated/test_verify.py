@@ -197,7 +197,7 @@ def buffers_lost(step, state):
 def test_a_buffer_that_differs_is_named_with_its_step(saved):
     model = functools.partial(Counting, saved=saved, used=False)
     whole = verify(task(model=model), Plan())
-    with mock.patch("fourfold.verification.trial.mesh_state", buffers_lost):
+    with mock.patch("fourfold.verification.one_device.mesh_state", buffers_lost):
         lost = verify(task(model=model), Plan())
     assert whole is not None
     assert lost is not None

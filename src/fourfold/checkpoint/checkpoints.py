@@ -26,8 +26,7 @@ from fourfold.checkpoint.manager import (
     short_text,
 )
 from fourfold.checkpoint.pretrained_files import save_pretrained_files
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.restore import restore
+from fourfold.checkpoint.restore import CheckpointReader, restore
 from fourfold.checkpoint.store import CheckpointStore, Retention
 from fourfold.feed.feed import Feed
 from fourfold.plan.decode import DecodeError

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
+from fourfold.checkpoint.restore import dtype_problems, shape_problems
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.initial_model import make_initial_model

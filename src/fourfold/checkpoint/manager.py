@@ -21,12 +21,16 @@ from fourfold.checkpoint.collect import (
     group_options,
     rng_state,
 )
-from fourfold.checkpoint.manifest_file import verify_checkpoint
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.restore import changed_options, restore
-from fourfold.checkpoint.store import CheckpointStore, Retention
-from fourfold.checkpoint.write import Snapshot, estimated_bytes
-from fourfold.checkpoint.writer import CheckpointWriter, RankReport, SaveRequest, WrittenCheckpoint
+from fourfold.checkpoint.restore import CheckpointReader, changed_options, restore
+from fourfold.checkpoint.store import CheckpointStore, Retention, verify_checkpoint
+from fourfold.checkpoint.writer import (
+    CheckpointWriter,
+    RankReport,
+    SaveRequest,
+    Snapshot,
+    WrittenCheckpoint,
+    estimated_bytes,
+)
 from fourfold.environment.known_waits import waiting_for
 from fourfold.plan.checkpoint_boxes import shard_file_name
 from fourfold.plan.checkpoint_manifest import MANIFEST_VERSION, Manifest, TensorKind, written_measures

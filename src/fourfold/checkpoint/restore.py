@@ -1,36 +1,245 @@
 """Restore: the state of a run, from a checkpoint.
 
 Law: what is restored is what was collected, bit for bit. What does not fit is refused before anything is changed.
+
+Law: a part is assembled from all files that hold some of it, so the mesh that reads need not be the one that wrote;
+what lies outside of it is not read.
+Law: such a file loads with any library, and one from any library loads here if its names, shapes and dtypes fit.
 """
 
+import contextlib
+import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fourfold.checkpoint.collect import TrainingState, data_state
-from fourfold.checkpoint.read import CheckpointReader
-from fourfold.checkpoint.weights_file import dtype_problems, shape_problems
+from fourfold.checkpoint.store import read_manifest
+from fourfold.checkpoint.writer import SAFETENSORS_DTYPES, TORCH_DTYPES, safetensors_header, write_file
 from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.feed.position import ORDER_KEYS, Position, order_problem
 from fourfold.model.weights import trainable_parameters
 from fourfold.orders.sample_order import UNSHUFFLED
-from fourfold.plan.checkpoint_boxes import Part, Shape
-from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, TensorKey, TensorKind
+from fourfold.plan.checkpoint_boxes import Block, Overlap, Part, Shape, flattened, overlaps, relative_slices, whole
+from fourfold.plan.checkpoint_manifest import DataState, Manifest, Place, StoredPart, TensorEntry, TensorKey, TensorKind
 from fourfold.plan.json_state import decode_state
 from fourfold.plan.rng import generator_seed, random_place, rng_state_to_restore
 from fourfold.step.persistent_state import SavedState, optimizer_problems
 from fourfold.step.train_step import TrainStep
-from fourfold.torch_kit.dtypes import accumulation_dtype
 from fourfold.torch_kit.generators import generators_of
+from fourfold.torch_kit.mixed_precision import accumulation_dtype
 from fourfold.torch_kit.option_text import IMPLEMENTATION_OPTIONS
 from fourfold.torch_kit.param_access import untracked_access
-from fourfold.torch_kit.tensor_reader import ParameterState, TensorReader
+from fourfold.torch_kit.tensor_reader import ParameterState, TensorReader, part_of
 from fourfold.words.errors import CheckpointError, Problem
+from fourfold.words.ranges import Box
+
+# ---- Read: parts of a checkpoint's tensors, from the files of any mesh ----------------------------------------------
+
+
+class CheckpointReader(contextlib.ExitStack):
+    """A verified checkpoint, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.manifest: Manifest = read_manifest(folder)
+        self.folder = folder
+        self._open_files: dict[str, Any] = {}
+        self.entries = {entry.tensor: entry for entry in self.manifest.tensors}
+        self.num_bytes = 0
+        """How many bytes have been used; the files are mapped, so about as many are read."""
+
+    def without(self, names: Collection[str]) -> Self:
+        """The same checkpoint without the tensors of these names, such as those of other stages."""
+        if not names:
+            return self
+        reader, manifest = copy.copy(self), self.manifest
+        reader.entries = {key: entry for key, entry in self.entries.items() if key.name not in names}
+        reader.manifest = msgspec.structs.replace(
+            manifest,
+            aliases={name: other for name, other in manifest.aliases.items() if name not in names},
+            scalars={name: values for name, values in manifest.scalars.items() if name not in names},
+        )
+        return reader
+
+    def tensor(self, tensor: TensorKey) -> "StoredTensor":
+        """A tensor of the checkpoint; a tied weight under each of its names."""
+        if tensor.kind is TensorKind.MODEL:
+            tensor = tensor._replace(name=self.manifest.aliases.get(tensor.name, tensor.name))
+        return StoredTensor(self, self.entries[tensor])
+
+    def read(self, entry: TensorEntry, wanted: Part) -> Tensor:
+        """A part of a tensor, flat. Raises CheckpointError if a file contradicts the manifest.
+
+        It is a copy, or memory of the file that must not be written.
+        """
+        if len(entry.parts) == 1 and entry.parts[0].is_whole and wanted.num_elements == entry.num_elements:
+            found = self._file_tensor(entry, entry.parts[0]).view(-1)  # most tensors, in a tenth of the time
+            self.num_bytes += found.numel() * found.element_size()
+            return found
+        result: Tensor | None = None
+        for stored in entry.parts:
+            for overlap in _overlaps(stored.part_of(entry.shape), wanted):
+                found = _view(self._file_tensor(entry, stored).view(-1), overlap.first, overlap.common)
+                self.num_bytes += found.numel() * found.element_size()
+                if overlap.common.num_elements == wanted.num_elements:
+                    return found.reshape(-1)
+                if result is None:
+                    result = torch.empty(wanted.num_elements, dtype=found.dtype)
+                _view(result, overlap.second, overlap.common).copy_(found)
+        return torch.empty(0, dtype=TORCH_DTYPES[entry.dtype]) if result is None else result
+
+    def _file_tensor(self, entry: TensorEntry, stored: StoredPart) -> Tensor:
+        """What one file holds of a tensor: mapped memory, which is read from the disk as it is used."""
+        path = self.folder / stored.file
+        try:
+            if stored.file not in self._open_files:
+                self._open_files[stored.file] = self.enter_context(safe_open(path, framework="pt"))
+            found = self._open_files[stored.file].get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(Problem(f"{path}: {error}", "a safetensors file")) from None
+        shape, dtype = stored.shape_in_file(entry.shape), SAFETENSORS_DTYPES.get(found.dtype)
+        if tuple(found.shape) != shape or dtype != entry.dtype:
+            got = f"{path}: {stored.name} is {dtype} {list(found.shape)}"
+            raise CheckpointError(Problem(got, f"{entry.dtype} {list(shape)}, as the manifest says"))
+        return found
+
+
+def _overlaps(stored: Part, wanted: Part) -> Iterator[Overlap]:
+    """What a stored part has of a wanted one; ranges of one box overlap in one range."""
+    if stored.box == wanted.box:
+        return overlaps(flattened(stored), flattened(wanted))
+    return overlaps(stored, wanted)
+
+
+def _view(part: Tensor, block: Block, box: Box) -> Tensor:
+    """The elements of a box that lies within a block of a part, which is given flat."""
+    elements = part[block.start : block.start + block.box.num_elements]
+    return elements.view(block.box.lengths)[relative_slices(box, block.box)]
+
+
+class StoredTensor:
+    """A `TensorReader` of a checkpoint's tensor."""
+
+    def __init__(self, reader: CheckpointReader, entry: TensorEntry) -> None:
+        self._reader, self._entry = reader, entry
+
+    @property
+    def shape(self) -> Shape:
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self._entry.dtype]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        box = whole(self._entry.shape).box
+        return self._reader.read(self._entry, Part(box, start, stop))
+
+    def read_part(self, part: Part, shape: Shape) -> Tensor:
+        if shape != self._entry.shape:  # saved flat
+            return part_of(self._reader.read(self._entry, whole(self._entry.shape)).view(shape), part)
+        return self._reader.read(self._entry, part)
+
+    def read_all(self) -> Tensor:
+        """All of it, in its shape."""
+        return self._reader.read(self._entry, whole(self._entry.shape)).view(self._entry.shape)
+
+
+# ---- Weights files: plain safetensors files of a model's weights, under the model's own names -----------------------
+
+
+def shape_problems(
+    model_shapes: Mapping[str, tuple[int, ...]], file_shapes: Mapping[str, tuple[int, ...]]
+) -> list[Problem]:
+    """Names and shapes in a file that are not the model's."""
+    missing = [name for name in model_shapes if name not in file_shapes]
+    problems = [Problem(f"no {name}", f"shape {list(model_shapes[name])}") for name in missing]
+    problems += [Problem(name, "only what the model has") for name in file_shapes if name not in model_shapes]
+    for name, shape in model_shapes.items():
+        if file_shapes.get(name, shape) != shape:
+            problems.append(Problem(f"{name} of shape {list(file_shapes[name])}", f"shape {list(shape)}"))
+    return problems
+
+
+def dtype_problems(model_dtypes: Mapping[str, torch.dtype], file_dtypes: Mapping[str, str]) -> list[Problem]:
+    """Tensors of a file whose values the model's dtype cannot hold, such as complex numbers in real parameters."""
+    problems = []
+    for name, dtype in model_dtypes.items():
+        file_dtype = TORCH_DTYPES.get(file_dtypes.get(name, ""), dtype)
+        if not torch.can_cast(file_dtype, dtype):
+            got, need = (str(each).removeprefix("torch.") for each in (file_dtype, dtype))
+            problems.append(Problem(f"{name} of {got}", f"numbers that fit into {need}"))
+    return problems
+
+
+class ExportedTensor(NamedTuple):
+    """A tensor to export, which is read when it is written; `dtype` is that of the model."""
+
+    source: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """All of it, in its shape."""
+        return self.source.read_all().to(self.dtype)
+
+
+def exported_tensors(
+    reader: CheckpointReader, *, ema: bool = False, with_aliases: bool = True
+) -> dict[str, ExportedTensor]:
+    """A checkpoint's weights and buffers by name; none is read here. Raises CheckpointError.
+
+    ema           the averages, with the model's buffers
+    with_aliases  a tied weight has each of its names, else the first
+    """
+    names = [each.name for each in reader.entries if each.kind is TensorKind.MODEL]
+    averaged = {each.name for each in reader.entries if each.kind is TensorKind.EMA}
+    if ema and not averaged:
+        raise CheckpointError(Problem(f"{reader.folder} has no averages", "a run with ema=…", "without --ema"))
+    tensors = {}
+    for name in sorted([*names, *reader.manifest.aliases] if with_aliases else names):
+        own_name = reader.manifest.aliases.get(name, name)
+        kind = TensorKind.EMA if ema and own_name in averaged else TensorKind.MODEL
+        dtype = reader.tensor(TensorKey(TensorKind.MODEL, own_name)).dtype
+        tensors[name] = ExportedTensor(reader.tensor(TensorKey(kind, own_name)), dtype)
+    return tensors
+
+
+def write_weights(
+    path: Path, tensors: Mapping[str, ExportedTensor], *, metadata: Mapping[str, str] | None = None
+) -> int:
+    """Write a safetensors file, one tensor in memory at a time; returns its size. Raises OSError."""
+    # Wide elements first: then each tensor begins at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in order:
+        each = tensors[name]
+        end = offset + each.num_bytes
+        header[name] = {"dtype": SAFETENSORS_DTYPES[each.dtype], "shape": each.shape, "data_offsets": (offset, end)}
+        offset = end
+    head = safetensors_header(header)
+    chunks = itertools.chain([head], (_bytes_of(tensors[name].read()) for name in order))
+    return write_file(path, chunks, num_bytes=len(head) + offset).num_bytes
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def restore(

@@ -30,8 +30,7 @@ AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
-    from fourfold.checkpoint.manifest_file import read_manifest
-    from fourfold.checkpoint.store import CheckpointStore
+    from fourfold.checkpoint.store import CheckpointStore, read_manifest
 
     store = CheckpointStore(_find_run(run))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
@@ -58,8 +57,7 @@ def list_checkpoints(run: str) -> int:
 
 def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 if a checkpoint is damaged."""
-    from fourfold.checkpoint.manifest_file import verify_checkpoint
-    from fourfold.checkpoint.store import CheckpointStore
+    from fourfold.checkpoint.store import CheckpointStore, verify_checkpoint
 
     store = CheckpointStore(_find_run(run))
     steps, code = store.steps(), 0

@@ -156,7 +156,7 @@ def run_verify(path: str, threads: int | None) -> int:
 def run_show(path: str) -> int:
     """`fourfold feed show`; returns the exit code."""
     read_manifest(Path(path).absolute())  # before torch is imported
-    from fourfold.feed.pack.show import describe_pack
+    from fourfold.feed.pack.verify import describe_pack
 
     shown = describe_pack(path)
     for line in table_lines([(name, text) for name, text in shown.facts.items()], "<<", gap="   "):

@@ -201,7 +201,7 @@ def _check_tokens(data: "DataInput", plan: Plan) -> None:
 
 def _check_order(data: "DataInput", settings: "RunSettings") -> None:
     """Raises DataError where the data cannot have the order of samples that the settings say."""
-    from fourfold.feed.orders import order_problems
+    from fourfold.feed.position import order_problems
 
     if problems := order_problems(data.source, order=settings.order, window=settings.window, shuffle=None):
         raise DataError(problems, where="the order of the training data")

@@ -319,12 +319,11 @@ def report(words: Sequence[str]) -> int:
 
 def run_doctor(*, as_json: bool) -> int:
     """`fourfold doctor`; returns the exit code."""
-    from fourfold.doctor.checks import check_machine, exit_code, format_findings
-    from fourfold.doctor.machine_probe import probe_machine
+    from fourfold.doctor.checks import check_machine, exit_code, format_findings, probe_machine
 
     facts = probe_machine()
     if not facts.torch_problem:
-        from fourfold.doctor.gloo_probe import measure_gloo
+        from fourfold.doctor.checks import measure_gloo
 
         facts = dataclasses.replace(facts, gloo=measure_gloo())
     findings = check_machine(facts)

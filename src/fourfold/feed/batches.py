@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fourfold.feed.sample_rng import Fingerprint
 from fourfold.feed.source import map_leaves, pin_batch
-from fourfold.feed.source_fingerprint import Fingerprint
 from fourfold.orders.sample_order import BatchRange
 from fourfold.plan.damaged_samples import DamagedRecord
 
@@ -24,7 +24,7 @@ class Batch(tuple):
     """A pair (inputs, targets) with the numbers of its samples, which errors name.
 
     probe: the fingerprint of the feed's source, on a data rank's first batch if there are several data ranks
-    (`feed/source_fingerprint.py`).
+    (`feed/sample_rng.py`).
     data_seconds: how long the loop over the feed waited for it. bytes_read: what was read for it, if the source counts.
     damaged: the samples that are missing from it.
     """

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from fourfold.comm.communicator import Communicator
 from fourfold.feed.data_input import DataInput
-from fourfold.feed.expected import read_expected
+from fourfold.feed.position import read_expected
 from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
+from fourfold.feed.sample_rng import Fingerprint
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared_reads
-from fourfold.feed.source_fingerprint import Fingerprint
 from fourfold.feed.stream import Stream, StreamPart, stream_end_problem
 from fourfold.feed.workers import Request
 from fourfold.orders.sample_order import shard_range

@@ -26,22 +26,23 @@ from fourfold.comm.communicator import Communicator
 from fourfold.feed.batches import HOST_BATCHES, Batch, DeviceBatches, DictBatch, device_batches
 from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
-from fourfold.feed.expected import read_expected
-from fourfold.feed.orders import choose_order, order_problems
 from fourfold.feed.position import (
     Position,
+    choose_order,
     describe_order,
     length_mismatch,
     make_state_dict,
+    order_problems,
     position_problems,
+    read_expected,
     state_dict_problems,
 )
 from fourfold.feed.readable import Fetched, check_damage
 from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
+from fourfold.feed.sample_rng import Fingerprint, probe_source
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
 from fourfold.feed.source import CollatedSource, sample_names, source_attribute
-from fourfold.feed.source_fingerprint import Fingerprint, probe_source
 from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream_end_problem
 from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request

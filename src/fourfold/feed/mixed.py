@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fourfold.feed.data_input import input_problems
-from fourfold.feed.expected import AllExpected, Expected, expect_batches
-from fourfold.feed.orders import OrderChoice, order_problems
+from fourfold.feed.position import AllExpected, Expected, OrderChoice, expect_batches, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.orders.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
 from fourfold.orders.order_names import ORDERS

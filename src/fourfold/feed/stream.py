@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fourfold.feed.sample_rng import are_current, generator_states, restore, seed_generators
+from fourfold.feed.sample_rng import (
+    Fingerprint,
+    are_current,
+    fingerprint_of,
+    generator_states,
+    restore,
+    seed_generators,
+)
 from fourfold.feed.source import add_sample_note, empty_like, make_batch
-from fourfold.feed.source_fingerprint import Fingerprint, fingerprint_of
 from fourfold.feed.workers import copy_loader, raise_refused, refused
 from fourfold.orders.sample_order import shard_range
 from fourfold.words.errors import Problem

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from fourfold.environment.processes import leave_signals_to_parent
-from fourfold.feed.transform_processes import Message, Slot
-from fourfold.feed.transform_signature import with_generator
+from fourfold.feed.transform import Message, Slot, with_generator
 from fourfold.words.error_notes import error_line
 
 

@@ -4,11 +4,14 @@ rank    it has all that the notebook has defined, in one thread, and meets the o
 output  of rank 0; it is written where this process writes
 Law: when `launch` returns or raises, none of its ranks is left. What a rank returns travels as JSON: nothing is
 unpickled.
+
+Law: the model, the optimizer and the random state of this process stay as they are.
 """
 
 import atexit
 import contextlib
 import gc
+import itertools
 import json
 import os
 import select
@@ -17,20 +20,30 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from fourfold.comm import init
 from fourfold.environment.processes import end_with_parent, set_process_name
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import from_environment
 from fourfold.launcher import env_store, failure_report
 from fourfold.launcher.forked_process import ForkedProcess, fork
-from fourfold.launcher.local_rendezvous import AgentRendezvous
+from fourfold.launcher.local_job import AgentRendezvous
 from fourfold.launcher.process_defaults import THREAD_VARIABLES, loopback_variables
+from fourfold.optim.user_optimizer import OptimizerSource
+from fourfold.plan.plan import Plan
+from fourfold.step.argument_checks import check_arguments
+from fourfold.verification.command import check_verifiable, verify_batches
+from fourfold.verification.comparison import VerifyResult
+from fourfold.verification.one_device import Training
 from fourfold.words.argument_checks import callable_problems
-from fourfold.words.errors import FourfoldError, LaunchError, Problem, TaskError
+from fourfold.words.errors import FourfoldError, LaunchError, PlanError, Problem, SettingError, TaskError
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.05
@@ -256,3 +269,54 @@ def _result(folder: Path, exit_codes: list[int | None]) -> Any:
 
 def _record_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
+
+
+# ---- Verify from Python: `ff.verify` trains with a plan, on ranks that are forks of this process, and on one device -
+
+STEPS, SEED = 10, 0
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: Callable[[Any, Any], Any] | None,
+    optimizer: OptimizerSource,
+    batches: Iterable[Any],
+    plan: Plan,
+    *,
+    steps: int = STEPS,
+    clip: float | None = None,
+    tensor: Mapping[str, str] | None = None,
+) -> VerifyResult:
+    """Train a few steps with a plan and on one device, and compare losses, gradients, weights, buffers and states.
+
+    model, loss, optimizer, clip, tensor  as for `ff.parallelize`; none of them is changed
+    batches  global batches, each of which is divided among the data ranks; the first `steps` of them are used
+    plan     how the mesh trains. Its ranks are forks of this process, on CPUs; under a launcher they are those of the
+             job, every rank calls this with the same arguments, and every rank gets the result
+
+    `result.ok` says whether the plan trains as one device does, `result.problems` where it does not, and `result.bound`
+    how far numbers may deviate and why; `print(result)` shows all of it. Raises PlanError for a plan whose training is
+    not meant to equal one device's, and SettingError for arguments of the wrong kind.
+    """
+    check_arguments(
+        model=model, loss=loss, optimizer=optimizer, plan=plan, tensor=tensor or {}, clip=clip, seed=SEED, skip_nan=0
+    )
+    if plan is None:
+        raise PlanError(Problem("no plan", "the plan to compare with one device", "ff.Plan(dp=2)"), where="ff.verify")
+    check_verifiable(plan)
+    used = list(itertools.islice(batches, steps))
+    if not used:
+        problem = Problem("no batches", "at least one global batch (inputs, targets)", "batches = [next(iter(loader))]")
+        raise SettingError(problem, where="ff.verify")
+
+    def rank() -> dict[str, Any]:
+        torch.manual_seed(SEED)
+        own = model if isinstance(model, nn.Module) else model()
+        training = Training(own, loss, optimizer, plan, {"clip": clip, "tensor": tensor, "seed": SEED})
+        result = verify_batches(training, used)
+        return init.init_communicator().all_gather_json(None if result is None else result.as_json())[0]
+
+    if plan.mesh.size == 1 or init.world().size > 1:
+        with torch.random.fork_rng():
+            return VerifyResult(**rank())
+    return VerifyResult(**launch(rank, n=plan.mesh.size))

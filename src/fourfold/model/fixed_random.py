@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.model import sdpa_interception
 from fourfold.torch_kit import generators
-from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.torch_private import DisableTorchFunction, is_view
 
 DROPOUT_FUNCTIONS = {

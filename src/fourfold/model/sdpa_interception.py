@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.axes.context.work.document_mask import DocumentMask, document_attention
-from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
-from fourfold.torch_kit.dtypes import autocast_device
+from fourfold.torch_kit.mixed_precision import autocast_device
+from fourfold.torch_kit.param_access import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.torch_kit.torch_private import is_in_backward
 from fourfold.words.errors import Problem, TaskError
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.axes.tensor.work.cross_entropy import cross_entropy
 from fourfold.model.loss_sum import Count
-from fourfold.torch_kit.dropped_arguments import DROPPED_ARGUMENTS, restore_arguments
+from fourfold.torch_kit.param_access import DROPPED_ARGUMENTS, restore_arguments
 from fourfold.torch_kit.torch_private import are_transforms_active
 
 # The nodes of autograd's graph that may follow a mean without changing the number.

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fourfold.proof.random_weights import cast_real
-from fourfold.torch_kit.dropped_arguments import restore_arguments
-from fourfold.torch_kit.param_access import METADATA_FUNCTIONS
+from fourfold.torch_kit.param_access import METADATA_FUNCTIONS, restore_arguments
 from fourfold.torch_kit.torch_private import GROUPED_MM_OPS, run_backward_under_modes
 
 # ---- operands ------------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.model.weights import Weights
 from fourfold.plan.check import ReadOnlyReason
-from fourfold.torch_kit.dropped_arguments import restore_arguments
 from fourfold.torch_kit.fingerprint import fingerprints
-from fourfold.torch_kit.param_access import untracked_access
+from fourfold.torch_kit.param_access import restore_arguments, untracked_access
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import (
     DisableTorchFunction,

@@ -13,9 +13,9 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan, simulate
 from fourfold.planner import plan_text
-from fourfold.planner.plan_curves import DEVICES, Curve, Point, curve_rows
+from fourfold.planner.plan_text import DEVICES, Curve, Point, curve_rows
+from fourfold.planner.predict.facts import Workload
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.predict.workload import Workload
 from fourfold.planner.search.decision import Decision, Refused
 from fourfold.report.document import (
     Block,

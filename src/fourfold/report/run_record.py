@@ -19,8 +19,7 @@ import msgspec
 
 from fourfold.checkpoint.store import CheckpointStore
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded, read_toml
-from fourfold.planner.predict.comparison import is_of_plan
-from fourfold.planner.predict.prediction import RecordedPrediction, decode_prediction
+from fourfold.planner.predict.prediction import RecordedPrediction, decode_prediction, is_of_plan
 from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trace.utilization import Window
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault

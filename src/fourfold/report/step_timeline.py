@@ -10,11 +10,26 @@ from collections.abc import Sequence
 
 from fourfold.plan.rank_program import SENDS, lane_of
 from fourfold.plan.simulate import TimedAction, Timeline, makespan
-from fourfold.planner.predict.comparison import ActionDifference, by_category, compare_prediction, timeline_by_rank
-from fourfold.planner.predict.prediction import RecordedPrediction
+from fourfold.planner.predict.prediction import (
+    ActionDifference,
+    RecordedPrediction,
+    by_category,
+    compare_prediction,
+    timeline_by_rank,
+)
 from fourfold.report.document import Block, Card, Part, bars, card, fold, lanes, note, table, text
 from fourfold.trace.cost import measure_costs
-from fourfold.trace.step_breakdown import (
+from fourfold.trace.step_comparison import (
+    Difference,
+    compare_timelines,
+    measured_seconds,
+    measured_timeline,
+    median_step,
+    simulated_seconds,
+    simulated_timeline,
+)
+from fourfold.trace.trace_file import DATA_SPAN, Trace, is_action, merged_waits
+from fourfold.trace.utilization import (
     AVERAGE_TIME,
     BACKGROUND_TIMES,
     CATEGORIES,
@@ -27,16 +42,6 @@ from fourfold.trace.step_breakdown import (
     WAITING_TIME,
     seconds_by_category,
 )
-from fourfold.trace.step_comparison import (
-    Difference,
-    compare_timelines,
-    measured_seconds,
-    measured_timeline,
-    median_step,
-    simulated_seconds,
-    simulated_timeline,
-)
-from fourfold.trace.trace_file import DATA_SPAN, Trace, is_action, merged_waits
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE, DATA_LANE, LANES, READY_EVENT, REDUCE_LANE
 from fourfold.words.units import format_step_seconds

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fourfold.comm import init
-from fourfold.optim.optimizer_proxy import OptimizerProxy
+from fourfold.optim.user_optimizer import OptimizerProxy
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.plan import Plan
 from fourfold.words import argument_checks

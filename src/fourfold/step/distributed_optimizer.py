@@ -31,9 +31,8 @@ from fourfold.comm.reduce.scalars import WorldChannel
 from fourfold.model.batch_statistics import batch_norms, make_exchange
 from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
 from fourfold.model.weights import trainable_parameters
-from fourfold.optim.optimizer_proxy import OptimizerProxy
 from fourfold.optim.option_tracker import OptionTracker
-from fourfold.optim.user_optimizer import check_options
+from fourfold.optim.user_optimizer import OptimizerProxy, check_options
 from fourfold.plan.intervals import DRIFT_CHECK
 from fourfold.plan.lowering import lower
 from fourfold.plan.param_spec import UpdateSpec
@@ -55,8 +54,8 @@ from fourfold.step.optimizer_steps import (
     WrapperChecks,
     uses_loss,
 )
-from fourfold.torch_kit.activation_checkpoints import is_in_reentrant_backward
 from fourfold.torch_kit.grad_hooks import register_last_hook
+from fourfold.torch_kit.recompute import is_in_reentrant_backward
 from fourfold.torch_kit.torch_private import NO_BACKWARD_ID, call_after_backward, current_backward_id
 from fourfold.words.errors import OptimizerError, Problem, TrainingError
 from fourfold.words.program import LOSS

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold.step.argument_checks import device_problems, model_argument_problems, wrapper_problems
 from fourfold.torch_kit.deferred_init import OWN_WEIGHTS, InitialModel, InitialWeights, deferred_model
-from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.words.argument_checks import format_argument
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import FourfoldError, Problem, SettingError, TaskError

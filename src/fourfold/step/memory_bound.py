@@ -33,7 +33,7 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.step.model_layout import laid_out_specs
-from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import storage_key
 from fourfold.words.errors import FourfoldError, Problem, SettingError

@@ -3,7 +3,7 @@
 Law: no silent fallback. What a plan asks for happens, or is refused: before anything is built, all problems at once.
 Law: nothing that the user has set on the optimizer is silently ignored. A flat update calls neither `optimizer.step`
 nor its hooks, and keeps its own optimizer states; step hooks are called if each rank has all gradients and weights: see
-`optim/step_hooks.py`.
+`optim/user_optimizer.py`.
 
 Whether the fields of the plan go together is decided without torch, in `plan/check.py`.
 """
@@ -22,8 +22,7 @@ from fourfold.comm import transports
 from fourfold.comm.communicator import Communicator
 from fourfold.model.batch_statistics import FrozenBatchNorms, NormWatch, SyncBatchNorms, frozen_norms, uses_batch_stats
 from fourfold.optim.option_tracker import OptionTracker
-from fourfold.optim.step_hooks import has_custom_step
-from fourfold.optim.user_optimizer import is_layerwise
+from fourfold.optim.user_optimizer import has_custom_step, is_layerwise
 from fourfold.plan.check import (
     combination_problems,
     layerwise_problems,

@@ -22,8 +22,7 @@ from fourfold.axes.pipeline.work.chain import find_chain
 from fourfold.axes.pipeline.work.values import is_of_torch
 from fourfold.axes.tensor.work.split_region import origins
 from fourfold.comm.tensor_group import TensorGroup
-from fourfold.torch_kit.activation_checkpoints import is_in_checkpoint
-from fourfold.torch_kit.recompute import compute_twice, trained_inputs
+from fourfold.torch_kit.recompute import compute_twice, is_in_checkpoint, trained_inputs
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import BatchNormBase, is_compiled, is_in_backward, swapped_state, version_of
 from fourfold.words.errors import PlanError, Problem, TaskError

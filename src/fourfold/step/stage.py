@@ -32,7 +32,7 @@ from fourfold.model.loss_sum import Loss
 from fourfold.model.objective import Objective, StageOutput
 from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
-from fourfold.optim.step_hooks import StepHooks
+from fourfold.optim.user_optimizer import StepHooks
 from fourfold.proof.attachment import Rank
 from fourfold.step.grad_strategies import GradRounds, NormSum
 from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks

@@ -35,7 +35,7 @@ from fourfold.comm.reduce.scalars import CallChecker
 from fourfold.model.weights import Weights, trainable_parameters
 from fourfold.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
 from fourfold.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
-from fourfold.optim.step_hooks import StepHooks
+from fourfold.optim.user_optimizer import StepHooks
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from fourfold.torch_kit.activation_checkpoints import is_in_checkpoint
-from fourfold.torch_kit.dtypes import autocast_device
 from fourfold.torch_kit.grad_hooks import GradHooks, GradSink, has_user_hooks
+from fourfold.torch_kit.mixed_precision import autocast_device
 from fourfold.torch_kit.param_access import untracked_access
+from fourfold.torch_kit.recompute import is_in_checkpoint
 
 _thread = threading.local()
 

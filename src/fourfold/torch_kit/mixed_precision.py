@@ -14,8 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.plan.precision import COMPUTE_FORMATS, is_float
 from fourfold.torch_kit.torch_private import BatchNormBase, forward_pre_hooks, tree_map_only
+
+# ---- Dtypes: what buckets are made of, and what sums are made in ----------------------------------------------------
+
+
+def bucket_dtype(bucket: Bucket) -> torch.dtype:
+    """The dtype that a bucket names."""
+    return getattr(torch, bucket.dtype)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and residuals: float32, or the numbers' own dtype if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def autocast_device(tensor: Tensor) -> str:
+    """The type of the device whose autocast applies to a tensor. On the meta device, which has none, that of a CPU."""
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def full_precision_params(model: nn.Module) -> set[str]:

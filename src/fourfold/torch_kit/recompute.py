@@ -12,17 +12,21 @@ here they may differ in all that is not kept, such as a collective that is not r
 
 Sources: Chen et al. (arXiv 1604.06174); selective: Korthikanti et al. (arXiv 2205.05198); `torch.utils.checkpoint`,
 without reentrant autograd.
+
+Law: found from the calls that this thread is in. A checkpoint leaves no other trace in what runs inside it.
 """
 
 import contextlib
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from fourfold.torch_kit.torch_dispatch import PRODUCTS_AND_ATTENTION, UNCOUNTED_VIEWS, EagerDispatchMode, kept_alias
 from fourfold.torch_kit.torch_private import storage_key, version_of
@@ -165,3 +169,33 @@ def compute_twice(function: Callable[..., Any], args: Any, kwargs: Any, *, selec
 def trained_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The inputs of a region that have gradients. Others, such as masks, are of all blocks, and are kept once."""
     return [each for each in tensors if each.requires_grad]
+
+
+# ---- Checkpoints of `torch.utils.checkpoint`: whether this thread runs inside one -----------------------------------
+
+
+def is_in_checkpoint() -> bool:
+    """Whether this thread runs the first forward of a checkpoint, of either kind."""
+    return current_checkpoint() is not None
+
+
+def current_checkpoint() -> FrameType | None:
+    """The call of the innermost checkpoint whose first forward this thread runs."""
+    return _call_of(checkpoint)
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether this thread runs the first forward of a checkpoint with `use_reentrant=True`."""
+    return _call_of(CheckpointFunction.forward) is not None
+
+
+def is_in_reentrant_backward() -> bool:
+    """Whether this thread runs the backward of such a checkpoint, which runs within another one."""
+    return _call_of(CheckpointFunction.backward) is not None
+
+
+def _call_of(function: Callable[..., Any]) -> FrameType | None:
+    frame, code = inspect.currentframe(), inspect.unwrap(function).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from fourfold.plan.dependencies import Dependencies, Dependency
 from fourfold.plan.rank_program import lane_of
-from fourfold.trace.rank_events import COLLECTIVE_LANES, HOLDING_VERBS, Interval, RankEvents
-from fourfold.trace.trace_file import STEP_SPAN, Trace
+from fourfold.trace.trace_file import COLLECTIVE_LANES, HOLDING_VERBS, STEP_SPAN, Interval, RankEvents, Trace
 from fourfold.words.program import Action
 from fourfold.words.trace_events import COMPUTE_LANE, GATHER_LANE, LAUNCHED_EVENT
 

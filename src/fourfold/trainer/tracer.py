@@ -19,8 +19,15 @@ from fourfold.comm.communicator import host_id
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.rank_program import lane_of
 from fourfold.step.train_step import TrainStep
-from fourfold.trace.rank_events import COLLECTIVE_LANES
-from fourfold.trace.trace_file import DATA_SPAN, STEP_SPAN, Event, Trace, clock_offset_bounds, encode_trace
+from fourfold.trace.trace_file import (
+    COLLECTIVE_LANES,
+    DATA_SPAN,
+    STEP_SPAN,
+    Event,
+    Trace,
+    clock_offset_bounds,
+    encode_trace,
+)
 from fourfold.trainer.settings import TRACE_EVERY
 from fourfold.words.errors import os_error_text
 from fourfold.words.program import Action, Verb

@@ -34,14 +34,20 @@ from fourfold.trainer.run_length import with_sizes
 from fourfold.trainer.settings import make_settings
 from fourfold.verification.comparison import FACTOR, GRADIENT, LOSS, TOLERANCE, WEIGHT, Comparison, VerifyResult
 from fourfold.verification.one_device import (
+    Batches,
+    Lockstep,
     OneDevice,
+    Training,
     buffers_by_kind,
     copy_with_hooks,
     disable_dropout,
+    loss_tensor,
     mesh_state,
+    rounding_bound,
+    run_on_mesh,
+    title,
     to_float64_model,
 )
-from fourfold.verification.trial import Batches, Lockstep, Training, loss_tensor, rounding_bound, run_on_mesh, title
 from fourfold.words import argument_checks
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.task import Task, check_task

@@ -34,17 +34,19 @@ from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
 from fourfold.verification.command import check_verifiable
 from fourfold.verification.comparison import GRADIENT, OUTPUT, Comparison, VerifyResult
 from fourfold.verification.one_device import (
+    Lockstep,
     OneDevice,
     OneRank,
     Reference,
     copied,
     disable_dropout,
+    rounding_bound,
     run_step,
     saved_state,
     script_precision,
+    title,
     training_state,
 )
-from fourfold.verification.trial import Lockstep, rounding_bound, title
 from fourfold.words.errors import PlanError, Problem, TaskError
 
 # ---- a loop with ff.DistributedOptimizer -----------------------------------------------------------------------------

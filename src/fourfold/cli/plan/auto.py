@@ -19,8 +19,7 @@ from fourfold.environment.world import World
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.planner.plan_text import best_baseline, fewer_devices, plan_words
-from fourfold.planner.search.decision import Decision
-from fourfold.planner.search.reasons import reason
+from fourfold.planner.search.decision import Decision, reason
 from fourfold.words.errors import Problem, SettingError
 from fourfold.words.field import value_text
 from fourfold.words.run_files import PLAN_FILE

@@ -58,7 +58,7 @@ def calibrate(
     is_forced  measure although other processes are at work
     Raises CalibrationError, and what the words raise.
     """
-    from fourfold.planner.calibrate.machine import check_quiet, this_machine
+    from fourfold.planner.calibrate.timing import check_quiet, this_machine
 
     job.parse_job([*words, f"dp={num_ranks}"], has_run_dir=False)
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
@@ -93,7 +93,7 @@ def find_calibration(key: str, num_ranks: int) -> Calibration | None:
 
     Raises CalibrationError for a file that is damaged, or of another machine.
     """
-    from fourfold.planner.calibrate.machine import this_machine
+    from fourfold.planner.calibrate.timing import this_machine
 
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
     path = calibration_path(machine, key)

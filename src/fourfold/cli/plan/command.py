@@ -23,7 +23,7 @@ from fourfold.words.units import format_bytes, format_count, format_step_seconds
 if TYPE_CHECKING:
     from fourfold.cli.plan.question import Question, Questions
     from fourfold.cli.plan.run import PlannedRun
-    from fourfold.planner.plan_curves import Curve
+    from fourfold.planner.plan_text import Curve
 
 Timed = list[tuple[Prediction, float]]
 """Plans that have been run, and the seconds of a step of each."""
@@ -151,7 +151,7 @@ def _write_plan(out: Path | None, chosen: Prediction, measured: float | None, qu
 def _show_curves(questions: "Questions", arguments: PlanArguments, lists: Mapping[str, list[str]]) -> int:
     from fourfold.cli.plan import what_if as plan_what_if
     from fourfold.cli.plan.progress import shown_progress
-    from fourfold.planner.plan_curves import format_curves
+    from fourfold.planner.plan_text import format_curves
 
     if confirm := arguments.value("confirm"):
         got = f"confirm = {confirm}, with several values of {' and '.join(lists)}"

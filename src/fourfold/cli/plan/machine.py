@@ -55,8 +55,7 @@ def described_machine(name: str, *, devices: int | None, network: float | None) 
     devices  how many there are to be; None: those of the cluster
     network  bytes a second that a rank sends to another host; None: the cluster's
     """
-    from fourfold.planner.predict.clusters import load_cluster
-    from fourfold.planner.predict.roofline import RooflinePrices
+    from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 
     cluster = load_cluster(name)
     if network is not None:
@@ -125,7 +124,7 @@ def calibrated_machine(source: FactsSource, devices: int) -> Machine | None:
 
 def _identity(devices: int) -> "MachineIdentity":
     from fourfold.cli.plan.calibrate import threads_of_rank
-    from fourfold.planner.calibrate.machine import this_machine as identify
+    from fourfold.planner.calibrate.timing import this_machine as identify
 
     return identify(devices, threads=threads_of_rank(devices))
 

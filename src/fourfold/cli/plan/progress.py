@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 from fourfold.planner.plan_text import plan_words
-from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.decision import Progress
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_bytes, format_step_seconds
 

@@ -25,12 +25,10 @@ from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_ASKS
-from fourfold.planner.predict.facts import FactsSource, ModelFacts
+from fourfold.planner.predict.facts import FactsSource, ModelFacts, Workload
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.predict.workload import Workload
-from fourfold.planner.search.decision import Decision
+from fourfold.planner.search.decision import Decision, Progress
 from fourfold.planner.search.layers import NO_DIMS
-from fourfold.planner.search.progress import Progress
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.field import Field, read_words
 from fourfold.words.mesh import AXES

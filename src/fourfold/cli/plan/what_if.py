@@ -14,7 +14,7 @@ from fourfold.cli.arguments import several_values
 from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
 from fourfold.cli.plan.question import GPT_FIELDS, Questions
 from fourfold.cli.run import resolve
-from fourfold.planner.plan_curves import DEVICES, Curve, Point
+from fourfold.planner.plan_text import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.field import KEY_VALUE, Field
 

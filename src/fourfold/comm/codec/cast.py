@@ -11,7 +11,7 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.comm.codec.protocol import CodecReduction, Message, SavedRows
 from fourfold.plan.codec import CodecSpec, Combine, Shapes, codec_rounds, unpadded_length
 from fourfold.torch_kit import memory
-from fourfold.torch_kit.dtypes import bucket_dtype
+from fourfold.torch_kit.mixed_precision import bucket_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

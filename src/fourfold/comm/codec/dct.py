@@ -16,7 +16,7 @@ from fourfold.comm.codec.protocol import CodecReduction, SavedRows, reduce_by_ga
 from fourfold.comm.codec.residual import RESIDUAL_KEY, ResidualCodec
 from fourfold.comm.codec.sparse import SparseMessage, indices_above, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, dct_spec
-from fourfold.torch_kit.dtypes import bucket_dtype
+from fourfold.torch_kit.mixed_precision import bucket_dtype
 
 THRESHOLD_KEY, AGE_KEY = "threshold", "age"
 

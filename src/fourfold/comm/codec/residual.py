@@ -11,7 +11,7 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.comm.codec.protocol import SavedRows
 from fourfold.plan.codec import CodecSpec, Shapes, codec_rounds, unpadded_length
 from fourfold.torch_kit import memory
-from fourfold.torch_kit.dtypes import accumulation_dtype, bucket_dtype
+from fourfold.torch_kit.mixed_precision import accumulation_dtype, bucket_dtype
 
 RESIDUAL_KEY = "remainder"
 """The key of the residual in a codec's state, and in checkpoints."""

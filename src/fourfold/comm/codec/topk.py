@@ -12,7 +12,7 @@ from fourfold.comm.codec.protocol import CodecReduction, reduce_by_gather
 from fourfold.comm.codec.residual import ResidualCodec
 from fourfold.comm.codec.sparse import SparseMessage, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, topk_spec
-from fourfold.torch_kit.dtypes import bucket_dtype
+from fourfold.torch_kit.mixed_precision import bucket_dtype
 
 
 class TopK(ResidualCodec):

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from fourfold.feed.expected import NOT_STAGED, Expected
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.layout import read_manifest
+from fourfold.feed.position import NOT_STAGED, Expected
 from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
 

@@ -31,13 +31,13 @@ import xxhash
 from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
-from fourfold.feed.expected import Expected
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.files import LocalPlace, PackFiles, PackPlace, Record
 from fourfold.feed.pack.layout import Manifest
 from fourfold.feed.pack.schema import Schema, build
 from fourfold.feed.pack.values import DTYPES, decode
 from fourfold.feed.pack.zstd import Codec
+from fourfold.feed.position import Expected
 from fourfold.feed.source import empty_like
 from fourfold.feed.staging.origin import Origin, open_origin, without_password
 from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache, StagedFile

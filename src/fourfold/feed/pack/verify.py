@@ -2,9 +2,14 @@
 
 Law: a pack in which a bit has changed is found damaged, whichever file the bit is in; a record whose bytes have changed
 is named.
+
+label  the field whose balance is shown: an integer called targets, or label
+Law: nothing but the numbers of labels is read of most samples, and of at most MAX_LABELS of them.
 """
 
 import os
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from torch import Tensor
 
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.files import LocalPlace, PackFiles
-from fourfold.words.errors import DamagedSample, os_error_text
+from fourfold.feed.pack.files import LocalPlace, PackFiles, Record
+from fourfold.feed.pack.reader import Pack
+from fourfold.feed.pack.schema import Field, leaves
+from fourfold.words.errors import DamagedSample, FourfoldError, os_error_text
 from fourfold.words.noop import noop
+from fourfold.words.units import format_bytes
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -94,3 +103,94 @@ def _digest(path: Path, progress: Callable[[int], Any]) -> str:
             digest.update(chunk)
             progress(len(chunk))
     return digest.hexdigest()
+
+
+# ---- Show: what is in a pack, for people ----------------------------------------------------------------------------
+
+MAX_LABELS, NUM_SHOWN, MAX_CLASSES = 100_000, 5, 10_000
+LABELS = (("targets",), ("label",), ("labels",))
+
+
+class Shown(NamedTuple):
+    """Texts about a pack. `classes`: how many samples have each label; empty if there is none."""
+
+    facts: dict[str, str]
+    fields: list[tuple[str, ...]]
+    samples: list[tuple[str, ...]]
+    label: str
+    classes: dict[str, int]
+
+
+def describe_pack(path: str | os.PathLike[str]) -> Shown:
+    """What a pack holds. Raises DataError if there is none."""
+    files, pack = PackFiles(LocalPlace(path)), Pack(path, threads=1, images=False)
+    manifest = files.manifest
+    lengths = files.stored_lengths()
+    spread = [format_bytes(float(value)) for value in np.quantile(lengths, (0, 0.5, 1), method="nearest")]
+    counts = pack.shard_sizes
+    facts = {
+        "pack": files.name,
+        "of": manifest.source,
+        "samples": str(manifest.num_records),
+        "bytes": f"{format_bytes(manifest.num_bytes)}, compression {manifest.compression}",
+        "record": f"{spread[1]}, from {spread[0]} to {spread[2]}; at multiples of {manifest.alignment} B",
+        "shards": f"{len(counts)}, of {min(counts)} to {max(counts)} samples",
+    }
+    fields = [
+        (each.name, each.describe(), f"{len(each.classes)} classes" if each.classes else "")
+        for each in manifest.schema.fields
+    ]
+    samples = [_row(pack, number) for number in range(min(NUM_SHOWN, len(pack)))]
+    label = next((each for each in manifest.schema.fields if each.path in LABELS and _is_label(each)), None)
+    classes = _count_labels(files, label) if label is not None and manifest.compression == "none" else {}
+    return Shown(facts, fields, samples, "" if label is None else label.name, classes)
+
+
+def _is_label(field: Field) -> bool:
+    return field.kind == "int" or (field.dtype in ("int64", "int32", "uint8") and field.shape == ())
+
+
+def _row(pack: Pack, number: int) -> tuple[str, ...]:
+    try:
+        return (str(number), *(_text(value) for _, value in leaves(pack[number])))
+    except FourfoldError as error:
+        return (str(number), str(error.problems[0].got), *[""] * (len(pack.schema.fields) - 1))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        numbers = value.reshape(-1)[:4].tolist()
+        more = ", …" if value.numel() > len(numbers) else ""
+        return f"[{', '.join(f'{number:.4g}' for number in numbers)}{more}]" if value.dim() else str(value.item())
+    if isinstance(value, bytes):
+        return format_bytes(len(value))
+    text = " ".join(str(value).split())
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _count_labels(files: PackFiles, field: Field) -> dict[str, int]:
+    """How many samples have each label, of some spread evenly where there are many. Checksums are not checked."""
+    length = files.manifest.num_records
+    numbers = np.unique(np.arange(min(length, MAX_LABELS)) * length // min(length, MAX_LABELS))
+    found: Counter[int] = Counter()
+    for start in range(0, len(numbers), 1000):
+        for record in files.records(numbers[start : start + 1000]):
+            found[_read_label(files, record, field)] += 1
+    if len(found) > MAX_CLASSES:
+        return {}
+    names = field.classes
+    return {
+        f"{label} {names[label]}" if 0 <= label < len(names) else str(label): count
+        for label, count in sorted(found.items())
+    }
+
+
+def _read_label(files: PackFiles, record: Record, field: Field) -> int:
+    schema, head = files.manifest.schema, bytearray(files.manifest.schema.head_bytes)
+    if head:
+        record.file.preadv([memoryview(head)], record.offset)
+    sizes = struct.unpack(f"<{schema.num_open_dims}Q", head)
+    extent = next(each for each in schema.extents(sizes) if each.field.path == field.path)
+    content = bytearray(extent.stop - extent.start)
+    record.file.preadv([memoryview(content)], record.offset + extent.start)
+    return int.from_bytes(content, "little", signed=field.dtype.startswith("int"))

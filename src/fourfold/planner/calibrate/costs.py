@@ -35,8 +35,7 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import make_tensor_group
 from fourfold.plan.codec import CODECS, CodecSpec, Combine
 from fourfold.plan.plan import Plan
-from fourfold.planner.calibrate.probe import Probe, make_probe
-from fourfold.planner.calibrate.segments import SegmentTimer
+from fourfold.planner.calibrate.segments import Probe, SegmentTimer, make_probe
 from fourfold.planner.calibrate.timing import NUM_TURNS, Points, Turns, now
 from fourfold.planner.predict.calibration import Curve
 from fourfold.planner.predict.prices import GroupShape

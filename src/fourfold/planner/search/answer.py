@@ -22,9 +22,8 @@ from fourfold.plan.plan import Plan
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR
 from fourfold.planner.predict.prediction import MemoryParts, Prediction
 from fourfold.planner.search.baselines import fitting, price_baselines
-from fourfold.planner.search.decision import Change, Decision, Refused
+from fourfold.planner.search.decision import Change, Decision, Progress, Refused
 from fourfold.planner.search.layers import NO_DIMS, Chain, search_layers
-from fourfold.planner.search.progress import Progress
 from fourfold.planner.search.search import Found, first_fitting, search
 from fourfold.planner.search.space import CHOICES, Space, divisors
 from fourfold.planner.search.step_pricing import Pricing

@@ -14,8 +14,7 @@ from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.search.decision import Refused
-from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.decision import Progress, Refused
 from fourfold.planner.search.search import Found, search
 from fourfold.planner.search.space import CHOICES, Space, divisors
 from fourfold.planner.search.step_pricing import Pricing

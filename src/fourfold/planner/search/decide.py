@@ -12,9 +12,8 @@ from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.predict.prices import Prices
 from fourfold.planner.search.answer import PREDICTION_ERROR, Question, decide_among
 from fourfold.planner.search.baselines import fitting, price_baselines
-from fourfold.planner.search.decision import Decision
+from fourfold.planner.search.decision import Decision, Progress
 from fourfold.planner.search.layers import NO_DIMS
-from fourfold.planner.search.progress import Progress
 from fourfold.planner.search.space import make_space
 from fourfold.planner.search.step_pricing import StepPricing
 from fourfold.words.errors import PlanError

@@ -21,7 +21,7 @@ from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction, StepTerms
-from fourfold.planner.search.progress import Progress
+from fourfold.planner.search.decision import Progress
 from fourfold.planner.search.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
 from fourfold.planner.search.step_pricing import Pricing
 from fourfold.words.errors import PlanError, Problem

@@ -40,10 +40,9 @@ from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup
 from fourfold.model.model_call import call_model
 from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.planner.predict.facts import TemporaryPeak
-from fourfold.planner.task_facts.fake_attention import FakeAttention
 from fourfold.planner.task_facts.fake_ranks import META, RecordedCollective
 from fourfold.planner.task_facts.fake_step import FakeModel
-from fourfold.planner.task_facts.operations import MetaCalls
+from fourfold.planner.task_facts.operations import FakeAttention, MetaCalls
 from fourfold.planner.task_facts.segments import FIRST
 from fourfold.step.recomputed_blocks import Recompute
 from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward

@@ -29,9 +29,8 @@ from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler, in
 from fourfold.model.transformers_attention import install_attention
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.planner.task_facts.fake_attention import FakeAttention
 from fourfold.planner.task_facts.fake_ranks import META, FakeTensorGroup, FakeTensorRanks
-from fourfold.planner.task_facts.operations import Kernel, KernelRecorder, MetaCalls
+from fourfold.planner.task_facts.operations import FakeAttention, Kernel, KernelRecorder, MetaCalls
 from fourfold.planner.task_facts.segments import SegmentTracker
 from fourfold.step.initial_model import try_meta_model
 from fourfold.torch_kit import mixed_precision

@@ -30,7 +30,6 @@ from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.facts import Collective, ModelFacts, SegmentFacts
-from fourfold.planner.task_facts.fake_attention import attention_collectives
 from fourfold.planner.task_facts.fake_memory import FakeRank, MemoryOfSegments, MemoryRecord, RankBytes, record_memory
 from fourfold.planner.task_facts.fake_ranks import RecordedCollective
 from fourfold.planner.task_facts.fake_step import (
@@ -43,7 +42,7 @@ from fourfold.planner.task_facts.fake_step import (
     record_forward,
     with_bounds,
 )
-from fourfold.planner.task_facts.operations import MetaCalls, operations_of_sample
+from fourfold.planner.task_facts.operations import MetaCalls, attention_collectives, operations_of_sample
 from fourfold.planner.task_facts.segments import Boundary, equal_blocks
 from fourfold.step.initial_model import build_meta_model
 from fourfold.step.model_checks import model_traits

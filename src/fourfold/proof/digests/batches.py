@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from fourfold.comm.channel import Channel
-from fourfold.feed.source_fingerprint import Fingerprint, is_same_sample
+from fourfold.feed.sample_rng import Fingerprint, is_same_sample
 from fourfold.proof.digests.table import DIGEST_BITS, TABLE, digest
 from fourfold.torch_kit.torch_private import are_transforms_active
 from fourfold.words.errors import Problem, SettingError

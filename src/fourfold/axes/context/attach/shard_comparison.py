@@ -49,7 +49,7 @@ from fourfold.proof.grad_projections import (
     run_backward,
 )
 from fourfold.proof.weight_write_check import WeightWriteTracker
-from fourfold.torch_kit.grad_checks import second_grad_problem
+from fourfold.torch_kit.grad_hooks import second_grad_problem
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import is_in_backward, swapped_state
 from fourfold.words.errors import FourfoldError, Problem, TaskError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.axes.context.work import masks
 from fourfold.axes.context.work.dropout import DropoutMask
-from fourfold.torch_kit.dtypes import accumulation_dtype
+from fourfold.torch_kit.mixed_precision import accumulation_dtype
 from fourfold.torch_kit.torch_private import (
     cpu_flash_attention,
     cpu_flash_attention_backward,

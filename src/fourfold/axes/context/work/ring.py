@@ -30,7 +30,7 @@ from fourfold.axes.context.work.dropout import DropoutMask
 from fourfold.axes.context.work.kernels import AttentionBlock, BlockOutput, SoftmaxTotals, compute_dtype
 from fourfold.axes.context.work.ring_call import RingCall, SampleTile
 from fourfold.comm.channel import reduce_scatter
-from fourfold.torch_kit.dtypes import accumulation_dtype
+from fourfold.torch_kit.mixed_precision import accumulation_dtype
 from fourfold.torch_kit.recompute import kept
 
 # ---- online softmax ------------------------------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from fourfold.axes.data.work.countdown import Countdown, check_all_reached, chec
 from fourfold.comm.memory_order import shaped
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import GradReducer
-from fourfold.torch_kit.grad_checks import (
+from fourfold.torch_kit.grad_hooks import (
     check_dense,
+    check_not_cleared,
     raise_grad_has_graph,
     raise_grad_written,
     raise_second_grad,
 )
-from fourfold.torch_kit.grad_hooks import check_not_cleared
 from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 

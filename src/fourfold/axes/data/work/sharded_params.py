@@ -25,7 +25,7 @@ from fourfold.axes.data.rules.unshard_order import MAX_UNSHARDED, MissingBucket,
 from fourfold.comm.rank_layout import RankLayout
 from fourfold.comm.reduce.protocol import BucketSlice, WeightUnsharder
 from fourfold.torch_kit import memory
-from fourfold.torch_kit.dtypes import bucket_dtype
+from fourfold.torch_kit.mixed_precision import bucket_dtype
 from fourfold.torch_kit.param_access import ParamAccess, explain_transform_errors, outside_transforms
 from fourfold.torch_kit.torch_private import has_memory, version_of
 from fourfold.words.errors import Problem, TrainingError

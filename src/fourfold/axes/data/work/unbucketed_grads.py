@@ -15,8 +15,7 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
 from fourfold.comm.meter import CommMeter
 from fourfold.optim.flat_optimizer import UpdateSlice
-from fourfold.torch_kit.grad_checks import check_dense, raise_second_grad
-from fourfold.torch_kit.grad_hooks import check_not_cleared, has_user_hooks
+from fourfold.torch_kit.grad_hooks import check_dense, check_not_cleared, has_user_hooks, raise_second_grad
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
 

@@ -26,7 +26,7 @@ from fourfold.comm.reduce.protocol import BucketSlice, WeightGatherer
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit import memory
-from fourfold.torch_kit.dtypes import bucket_dtype
+from fourfold.torch_kit.mixed_precision import bucket_dtype
 
 # ---- flats ---------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from fourfold.model.model_call import call_model
 from fourfold.model.objective import Objective
 from fourfold.proof.checks import summarize_error
 from fourfold.proof.grad_projections import is_close
-from fourfold.torch_kit.grad_checks import check_dense
+from fourfold.torch_kit.grad_hooks import check_dense
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import own_buffers, own_parameters, swapped_state
 from fourfold.words.errors import FourfoldError, Problem, TaskError

@@ -55,7 +55,7 @@ from fourfold.axes.pipeline.work.values import (
     written_attributes,
 )
 from fourfold.comm.tensor_group import TensorGroup
-from fourfold.torch_kit.activation_checkpoints import current_checkpoint
+from fourfold.torch_kit.recompute import current_checkpoint
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import own_buffers, own_parameters
 from fourfold.words.errors import Problem, TaskError

@@ -25,7 +25,7 @@ from fourfold.axes.pipeline.work.values import (
     tensors_among,
     written_attributes,
 )
-from fourfold.torch_kit.activation_checkpoints import current_checkpoint
+from fourfold.torch_kit.recompute import current_checkpoint
 from fourfold.torch_kit.torch_private import are_transforms_active
 from fourfold.words.errors import Problem, TaskError
 

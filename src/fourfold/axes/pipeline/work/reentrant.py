@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.torch_kit.activation_checkpoints import is_in_reentrant_checkpoint
+from fourfold.torch_kit.recompute import is_in_reentrant_checkpoint
 from fourfold.words.errors import Problem, TaskError
 
 

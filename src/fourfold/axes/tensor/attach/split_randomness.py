@@ -23,7 +23,7 @@ from fourfold.model.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
 from fourfold.model.rank_dropout import DrawSlice, FoundDraw
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.grad_projections import is_close
-from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import DisableTorchFunction, is_in_backward
 from fourfold.words.errors import Problem

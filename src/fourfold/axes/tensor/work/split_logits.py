@@ -36,7 +36,7 @@ from torch import Tensor
 from fourfold.axes.tensor.work.cross_entropy import Vocabulary, cross_entropy, split_cross_entropy
 from fourfold.axes.tensor.work.split_region import gather_last_dim
 from fourfold.comm.tensor_group import TensorGroup
-from fourfold.torch_kit.dropped_arguments import restore_arguments
+from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.torch_private import (
     DisableTorchFunctionSubclass,
     are_transforms_active,

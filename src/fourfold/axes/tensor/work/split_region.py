@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fourfold.comm.tensor_group import TensorGroup
 from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.deferred_grads import deferral_of
-from fourfold.torch_kit.dtypes import autocast_device
+from fourfold.torch_kit.mixed_precision import autocast_device
 from fourfold.torch_kit.recompute import is_keeping, kept
 from fourfold.torch_kit.torch_private import Node, is_in_backward, version_of, writable_result
 from fourfold.words.errors import Problem, TaskError
