@@ -244,10 +244,13 @@ class Failing:
         return torch.zeros(3), index
 
 
+RAISED_AT = f"(test_shared_reads.py, line {Failing.__getitem__.__code__.co_firstlineno + 2})"
+
+
 @pytest.mark.parametrize(("error", "kind", "text"), [
     (DamagedSample("record 13", "torn"), DamagedSample, "sample record 13 cannot be read: torn"),
     (TaskError("no such task", where="here"), TaskError, "no such task"),
-    (ValueError("thirteen"), DataError, "(test_shared_reads.py, line 234), on rank 0, which reads for this one too"),
+    (ValueError("thirteen"), DataError, f"{RAISED_AT}, on rank 0, which reads for this one too"),
     (StopIteration(), DataError, "StopIteration"),
 ])  # fmt: skip
 def test_an_error_of_the_source_is_raised_on_every_rank(error, kind, text):

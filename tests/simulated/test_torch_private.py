@@ -571,7 +571,8 @@ def test_flash_attention_on_a_gpu_takes_these_arguments():
 
 def test_a_wrapped_error_is_raised_again_with_its_text():
     loader = torch.utils.data.DataLoader([0], num_workers=1)  # pyright: ignore[reportArgumentType]
-    assert [process.is_alive() for process in private.worker_processes(iter(loader))] == [True]
+    batches = iter(loader)
+    assert [process.is_alive() for process in private.worker_processes(batches)] == [True]
     wrapped = private.ExceptionWrapper((ValueError, ValueError("label"), None), "in worker 0")
     with pytest.raises(ValueError, match=r"Caught ValueError in worker 0(.|\n)*label"):
         wrapped.reraise()

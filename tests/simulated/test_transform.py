@@ -260,7 +260,11 @@ class Killed:
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_a_worker_that_is_killed_is_named_with_its_signal_in_each_epoch(between):
+def test_a_worker_that_is_killed_is_named_with_its_signal_in_each_epoch(between, request):
+    # Once a DataLoader was read in the main thread of this process, torch raises an error of its own there.
+    request.addfinalizer(
+        functools.partial(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
+    )
     source = Killed(between)
     loader = DataLoader(source, batch_size=5, num_workers=1, persistent_workers=True)  # pyright: ignore[reportArgumentType]
     feed = Feed.single_rank(loader, seed=3)

@@ -8,10 +8,10 @@ neither the batches nor where a run resumes, nor whether a run that is asked to 
 import atexit
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.util import get_temp_dir
@@ -30,6 +30,7 @@ from fourfold.words.errors import FourfoldError, Problem, WorkerDiedError
 from fourfold.words.task import Source
 
 EXIT_SECONDS = 5.0  # how long a worker whose connection is closed may take to end
+POLL_SECONDS = 0.01
 
 _END = object()
 
@@ -150,9 +151,9 @@ def raise_refused(loader: Iterable[Any]) -> Iterator[Any]:
 
 def _wait_for_exit(workers: Sequence[Any]) -> None:
     """Wait until one of them has ended: its connections are closed a moment earlier."""
-    if not any(process.exitcode for process in workers):
-        running = [process.sentinel for process in workers if process.exitcode is None]
-        multiprocessing.connection.wait(running, EXIT_SECONDS)
+    deadline = time.monotonic() + EXIT_SECONDS
+    while not any(process.exitcode for process in workers) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def _dead_worker_error(workers: Sequence[Any]) -> WorkerDiedError | None:
