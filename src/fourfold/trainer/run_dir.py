@@ -140,8 +140,7 @@ class RunDir:
         with self._log_lock:
             self._check_owned()
             self._flush()
-        with waiting_for(f"the disk of {self.path}"):
-            os.fsync(self._log.fileno())
+        os.fsync(self._log.fileno())
 
     def _check_owned(self) -> None:
         try:
