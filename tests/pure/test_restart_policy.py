@@ -1,6 +1,8 @@
 """Laws of restarts: whether a job restarts, and which ranks count as hanging."""
 
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +197,20 @@ def test_the_clock_stands_still_while_a_rank_waits_for_what_it_knows() -> None:
     assert overdue(KnownWait("http://host/x", 55.0), 56.0 + hang_detector.MAX_WAIT_SECONDS + 10.0) == [0, 1]
 
 
+def test_the_clock_goes_on_while_a_stopped_rank_waits_for_what_it_knows() -> None:
+    beats = [HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1, KnownWait("the disk of runs/first", 55.0))]
+    rank = subprocess.Popen(["sleep", "60"])
+    try:
+        assert hang_detector.without_waits_of_stopped(beats, {0: rank.pid}) == beats
+        rank.send_signal(signal.SIGSTOP)
+        os.waitpid(rank.pid, os.WUNTRACED)
+        heard = hang_detector.without_waits_of_stopped(beats, {0: rank.pid})
+        assert hang_detector.Watch().overdue_ranks(heard, min_seconds=10.0, now=100.0) == [0]
+    finally:
+        rank.kill()
+        rank.wait()
+
+
 def test_the_clock_begins_anew_when_the_launcher_was_stopped() -> None:
     watch, beats = hang_detector.Watch(), [HeartbeatRecord(9, 0, STEPPING, 50.0, 0.1)]
     times = (50.5, 51.0, 99.0, *(99.0 + seconds for seconds in range(1, 12)))
@@ -219,9 +235,9 @@ begun, end = threading.Event(), threading.Event()
 def stuck():
     begun.set()
     end.wait()
-thread = threading.Thread(target=namespace["call"], args=[stuck])
-thread.start()
+threading.Thread(target=namespace["call"], args=[stuck]).start()
 begun.wait()
+threading.Thread(target=end.wait).start()  # reads nothing, and is dumped before the thread that does
 def dump(): faulthandler.dump_traceback(sys.stdout)
 namespace["call"](dump)
 end.set()

@@ -121,6 +121,14 @@ class Watch:
         return [rank for rank, limit in enumerate(limits) if now - starts[rank] > limit]
 
 
+def without_waits_of_stopped(heartbeats: Sequence[HeartbeatRecord], pids: Mapping[int, int]) -> list[HeartbeatRecord]:
+    """The records, without the known waits of ranks that a signal has stopped: what they wait for cannot end them."""
+    return [
+        beat._replace(wait=KnownWait()) if beat.wait.since and process_state(pids.get(rank, 0)) == "T" else beat
+        for rank, beat in enumerate(heartbeats)
+    ]
+
+
 def _waited_until(wait: KnownWait, now: float) -> float:
     return min(now, wait.since + MAX_WAIT_SECONDS) if wait.since else wait.until
 

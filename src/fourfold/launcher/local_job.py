@@ -194,7 +194,8 @@ class Agent(LocalElasticAgent):
     def _check_hang(self) -> None:
         if self.policy.hang_seconds is None or self._watch.hang is not None or self._first_exit_at is not None:
             return
-        beats, pids = self._heartbeats.read(), self._live_pids()
+        pids = self._live_pids()
+        beats = hang_detector.without_waits_of_stopped(self._heartbeats.read(), pids)
         overdue = self._watch.overdue_ranks(beats, min_seconds=self.policy.hang_seconds, now=time.monotonic())
         if alive := [rank for rank in overdue if rank in pids]:
             self._watch.hang = hang_detector.kill_culprits(alive, beats, pids, self._folder)

@@ -30,6 +30,7 @@ from fourfold.comm.reduce.protocol import (
     GradsOfBucket,
     TransportSpec,
     WeightGatherer,
+    scale_range,
 )
 from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
 from fourfold.plan.memory import MAX_REDUCTIONS_IN_FLIGHT
@@ -404,9 +405,7 @@ class ShardedGroupReducer:
         return bucket not in self._pending or self._pending[bucket].is_completed()
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if factor != 1.0:
-            shard = self.grad_shard(bucket)
-            shard.flat[start - shard.start : stop - shard.start].mul_(factor)
+        scale_range(self.grad_shard(bucket), start, stop, factor)
 
     def reduce_shard(self, bucket: int) -> None:
         pass

@@ -46,7 +46,7 @@ from fourfold.comm.reduce.host_memory import (
     WEIGHTS_READY,
     HostMemory,
 )
-from fourfold.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer
+from fourfold.comm.reduce.protocol import BucketSlice, DataTransport, GradReducer, scale_range
 from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
 from fourfold.orders.sample_order import shard_range
 from fourfold.words.layout import PARTIAL, SPLIT
@@ -367,9 +367,7 @@ class EagerReducer(_HostReducer):
         self._host.increment(REDUCED)
 
     def reduce_range(self, bucket: int, start: int, stop: int, factor: float) -> None:
-        if factor != 1.0:
-            shard = self.grad_shard(bucket)
-            shard.flat[start - shard.start : stop - shard.start].mul_(factor)
+        scale_range(self.grad_shard(bucket), start, stop, factor)
 
     def reduce_shard(self, bucket: int) -> None:
         pass

@@ -146,6 +146,12 @@ class GradReducer(Protocol):
         ...
 
 
+def scale_range(shard: BucketSlice, start: int, stop: int, factor: float) -> None:
+    """Multiply elements [start, stop) of a bucket, all of them this rank's, by a factor."""
+    if factor != 1.0:
+        shard.flat[start - shard.start : stop - shard.start].mul_(factor)
+
+
 def shard_addend(reducer: GradReducer, values: Tensor) -> Tensor:
     """This rank's addend of a sum over shards: of the replicas of a shard, the first one adds it."""
     return torch.zeros_like(values) if reducer.replica_index else values
