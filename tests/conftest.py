@@ -27,6 +27,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fourfold"
 ROOT = Path(__file__).parent.parent
 # Tests compare messages as they are before they are wrapped; `tests/pure/test_text.py` wraps some itself.
 os.environ["COLUMNS"] = "1000"
+# Hundreds of processes are started: without this each would compile all files of Fourfold again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session")
