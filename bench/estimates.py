@@ -25,7 +25,7 @@ from fourfold.planner.predict.estimate import ESTIMATE_ERROR, Estimator
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.errors import PlanError
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 MAX_STAGE_PASSES = 6000  # pp × interleave × microbatches of a plan that is predicted: of more, a simulation takes long
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]

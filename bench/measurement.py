@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 MB = 1_000_000
 

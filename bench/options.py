@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.measurement import describe_machine
-from fourfold.comm.reduce import divergence_report, scalars
+from fourfold.comm.reduce import scalars
 from fourfold.optim import option_tracker
 
 NUM_READINGS, WARMUP = 3000, 200
@@ -71,7 +71,7 @@ def main() -> None:
             for other in others:
                 ratio = median(one / two for one, two in zip(installed, other, strict=True))
                 texts.append(f"other {median(other):.1f} µs, ratio {ratio:.2f}")
-        text = divergence_report.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
+        text = scalars.with_options(CALL_TEXT, option_tracker.OptionTracker(optimizer).text())
         call = microseconds(lambda text=text: scalars.fingerprint(text)) - microseconds(
             lambda: scalars.fingerprint(CALL_TEXT)
         )

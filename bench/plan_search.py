@@ -19,7 +19,7 @@ from fourfold.plan.ask import Ask
 from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.search.decide import decide
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 
 class Case(NamedTuple):

@@ -23,7 +23,7 @@ from bench.published_megatron import CLUSTER, PRIORS, ROWS, Row
 from bench.published_pipelines import GPIPE_BATCH, Ratio, gpipe_ratios, zero_bubble_ratios
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import load_cluster, read_table
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 MEAN_LIMIT, ROW_LIMIT, RATIO_LIMIT, RUNG_LIMIT = 0.05, 0.10, 0.10, 0.25
 

@@ -34,7 +34,7 @@ from fourfold.trace.step_comparison import (
     simulated_timeline,
 )
 from fourfold.trace.trace_file import Trace, decode_trace
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 TARGETS = {"shared": 0.05, "gloo": 0.10}
 PIPELINE_TARGET = 0.10

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
 from fourfold.axes.tensor.rules.layout import tensor_layout
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.tasks import lm
 
 RANKS = 2

@@ -15,15 +15,14 @@ from fourfold.axes.data.rules.buckets import Bucket, make_buckets
 from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.axes.tensor.rules.dims import TensorSpec
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.comm.codec import registry
 from fourfold.comm.codec.protocol import Codec
 from fourfold.model.batch import Microbatch, split_microbatches
 from fourfold.model.loss_sum import sum_loss
 from fourfold.model.model_call import call_model
 from fourfold.model.weights import trainable_parameters
-from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import ParamSpec, TensorShard
 from fourfold.testing.oracle import TrainingResult, simulate_reduce
 from tests.cases import TENSOR_RULES, Case, batches, local_batch, loss, model, optimizer
 

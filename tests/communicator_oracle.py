@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.comm.shared_regions import open_host_memory
 from fourfold.torch_kit import memory
 from fourfold.words.mesh import AXES, Axis, Mesh
 

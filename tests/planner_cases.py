@@ -15,9 +15,8 @@ from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import Blueprint, lower
 from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
+from fourfold.plan.param_spec import ParamSpec, TensorShard, UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.planner.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape, Prices, SegmentSeconds

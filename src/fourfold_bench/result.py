@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.trace.utilization import EXCLUDED_STEPS, Window, add_windows, all_ranks, epoch_window
-from fourfold.words.terminal_text import terminal_width
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import table_lines, terminal_width
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_si
 from fourfold_bench.disk import Ceiling, CheckpointTimes
 from fourfold_bench.ranks import EpochSteps

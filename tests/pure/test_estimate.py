@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.axes.pipeline.rules.edges import add_sends
 from fourfold.axes.pipeline.rules.schedules import compute_actions
-from fourfold.axes.pipeline.rules.sends import add_sends
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan

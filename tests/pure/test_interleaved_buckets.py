@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fourfold.axes.data.rules.buckets import make_buckets
 from fourfold.axes.data.rules.step_program import DataStepSpec, lower_step
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS
-from fourfold.axes.pipeline.rules.sends import add_sends
+from fourfold.axes.pipeline.rules.edges import add_sends
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.words.program import Verb, bucket_of

@@ -15,11 +15,10 @@ from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CODECS
 from fourfold.plan.lowering import effective_layouts, lower
 from fourfold.plan.memory import HostRanks
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
+from fourfold.plan.param_spec import ParamSpec, TensorShard, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
 from fourfold.plan.step_programs import NO_RECORD, StepRecord
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology, group_hosts
 from fourfold.words.errors import PlanError
 from fourfold.words.layout import SPLIT, WHOLE

@@ -14,8 +14,8 @@ from fourfold.axes.pipeline.rules.checker import (
     program_problems,
     read_written,
 )
+from fourfold.axes.pipeline.rules.edges import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES, compute_actions, schedule_problems
-from fourfold.axes.pipeline.rules.sends import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.axes.pipeline.show import timeline_text
 from fourfold.words.errors import format_problems

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.axes.pipeline.rules.checker import deadlock_problems, fuse_exchanges, program_problems
+from fourfold.axes.pipeline.rules.edges import add_sends
 from fourfold.axes.pipeline.rules.in_flight import least_held, peak_in_flight
 from fourfold.axes.pipeline.rules.schedules import (
     SCHEDULES,
@@ -19,7 +20,6 @@ from fourfold.axes.pipeline.rules.schedules import (
     simulated_bubble,
     weight_version,
 )
-from fourfold.axes.pipeline.rules.sends import add_sends
 from fourfold.axes.pipeline.rules.spec import BlockCosts, PipelineSpec, owner_of
 from fourfold.words.program import Action, Verb
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from fourfold.plan.checkpoint_boxes import Part, blocks, is_tiling
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 from fourfold.plan.shard_ranges import ShardRange, held_ranges, stored_ranges
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 
 
 def fused(shape, dim, pieces):

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 
 
 @st.composite

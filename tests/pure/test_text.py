@@ -15,8 +15,7 @@ from fourfold.launcher.traceback_text import format_error
 from fourfold.tasks import lm
 from fourfold.trainer.progress import Progress
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.terminal_text import escape_controls, wrap_lines
-from fourfold.words.text_table import align_columns, table_lines
+from fourfold.words.terminal_text import align_columns, escape_controls, table_lines, wrap_lines
 
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories
 NASTY = "a\x1b[31mb\x07\x9bc\x7f\u202ed\u2066\u2028\r\x00"

@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 
-from fourfold.comm import host_shared_memory
+from fourfold.comm import shared_regions
 from fourfold.comm.channel import make_channel
 from fourfold.comm.communicator import Communicator, _RankProcess, gather_topology, host_id, topology_along
-from fourfold.comm.host_shared_memory import open_host_memory
 from fourfold.comm.meter import CommMeter
+from fourfold.comm.shared_regions import open_host_memory
 from fourfold.environment.processes import this_process
 from fourfold.environment.world import World
 from fourfold.testing import threads
@@ -217,7 +217,7 @@ def test_ranks_that_cannot_connect_are_named_by_their_global_ranks_and_their_mem
     def fail(*args):
         raise OSError("no descriptor came")
 
-    monkeypatch.setattr(host_shared_memory, "_exchange_handle", fail)
+    monkeypatch.setattr(shared_regions, "_exchange_handle", fail)
     unmapped = dict(memory._unmapped)
 
     def body(comm):

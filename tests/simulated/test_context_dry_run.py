@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.axes.context.attach.dry_run import ContextDryRun
+from fourfold.axes.context.attach.check import ContextDryRun
 from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention

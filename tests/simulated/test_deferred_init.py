@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import fourfold as ff
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.plan.plan import Plan
 from fourfold.step.initial_model import make_initial_model
 from fourfold.step.train_step import TrainStep
@@ -205,8 +205,8 @@ def test_no_more_than_shards_and_one_whole_weight_are_held():
         import torch
         from torch import nn
         from fourfold.torch_kit.deferred_init import deferred_model
-        from fourfold.axes.tensor.work.cut import local_part
-        from fourfold.plan.tensor_shard import TensorShard
+        from fourfold.axes.tensor.work.layers import local_part
+        from fourfold.plan.param_spec import TensorShard
 
         def peak():
             lines = open("/proc/self/status").read().splitlines()

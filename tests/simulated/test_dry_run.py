@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.axes.context.attach.dry_run import ContextDryRun, DryRunResult
+from fourfold.axes.context.attach.check import ContextDryRun, DryRunResult
 from fourfold.axes.context.attach.losses import gradient_sum_problem
 from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec

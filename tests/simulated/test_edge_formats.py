@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.axes.pipeline.rules.edges import EDGES, EdgeSpec, edge_bytes, uses_indices
 from fourfold.comm.edge_compression import Compression, pack_bits, unpack_bits
 from fourfold.comm.edges import encode, specs
-from fourfold.plan.density import num_sent
+from fourfold.plan.codec import num_sent
 
 CPU = torch.device("cpu")
 KINDS = [kind for kind in EDGES if kind != "none"]

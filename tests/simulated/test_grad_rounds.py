@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fourfold.axes.data.rules.buckets import Bucket, Slot
-from fourfold.axes.data.work.countdown import Countdown
+from fourfold.axes.data.work.gradients import Countdown
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.scalars import GroupSums, ScalarReducer
 from fourfold.step.grad_strategies import OneRound, RoundEveryBackward

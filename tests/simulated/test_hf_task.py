@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.checkpoint import initial_weights
 from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.checkpoint.export import export_pretrained

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.axes.pipeline.rules.edges import add_sends
 from fourfold.axes.pipeline.rules.schedules import compute_actions
-from fourfold.axes.pipeline.rules.sends import add_sends
 from fourfold.axes.pipeline.rules.ties import add_ties
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import makespan, simulate

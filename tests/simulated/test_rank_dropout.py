@@ -17,7 +17,7 @@ from fourfold.axes.tensor.attach.module_trace import TensorPlace
 from fourfold.axes.tensor.attach.split_randomness import find_slice, slices_mismatch
 from fourfold.model.rank_dropout import DrawSlice, DrawSlices, FoundDraw, RankDropout, SplitDropout, TaggedDraws
 from fourfold.model.sdpa_interception import intercept_attention
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 from fourfold.words.errors import TaskError
 
 P = 0.5

@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.axes.tensor.work.cross_entropy import Vocabulary, split_cross_entropy
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import TensorGroup, make_tensor_group
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.testing import threads
 from fourfold.testing.saved_tensors import recording_saved
 from fourfold.words.errors import TaskError

@@ -15,14 +15,13 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.axes.tensor.rules.styles import Style
-from fourfold.axes.tensor.work.cut import local_part
-from fourfold.axes.tensor.work.layers import split_layer
+from fourfold.axes.tensor.work.layers import local_part, split_layer
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.host import LazyReducer
 from fourfold.comm.tensor_group import MessageTensorGroup
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.model_checks import check_update_timing
 from fourfold.step.parallelize import parallelize

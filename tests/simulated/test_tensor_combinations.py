@@ -13,7 +13,7 @@ from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.checkpoint.restore import CheckpointReader, restore
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.comm.codec.protocol import RESIDUAL_KEY
 from fourfold.plan.codec import CODECS
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import preflight

@@ -16,8 +16,8 @@ from fourfold.axes.tensor.work.layers import RowLinear, split_layer
 from fourfold.axes.tensor.work.split_region import LeaveTokens, SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import MessageTensorGroup
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.step.parallelize import preflight
 from fourfold.step.train_step import TrainStep

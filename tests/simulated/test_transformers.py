@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.dry_run import ContextDryRun
+from fourfold.axes.context.attach.check import ContextDryRun
 from fourfold.axes.context.attach.token_shards import token_shards
 from fourfold.axes.context.rules.layout import ContextSpec
 from fourfold.model.transformers_attention import ATTENTION_NAME

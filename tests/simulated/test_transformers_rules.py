@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fourfold.axes.tensor.attach.module_specs import module_kind, module_specs, tied_names
 from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
 from fourfold.axes.tensor.rules.layout import tensor_layout
-from fourfold.axes.tensor.work.cut import cut_model, local_part
+from fourfold.axes.tensor.work.layers import cut_model, local_part
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import make_tensor_group

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.checkpoint.initial_weights import StoredWeights, WeightFiles
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 from fourfold.words.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.plan.plan import Plan
 from fourfold.step.parallelize import parallelize
 from fourfold.tasks import lm

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.writer import Holders, LiveTensor, make_live_parts, make_live_tensor
-from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.comm.codec.protocol import RESIDUAL_KEY
 from fourfold.comm.memory_order import is_in_order, shaped
 from fourfold.comm.rank_layout import RankLayout
 from fourfold.feed.feed import Feed

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fourfold.checkpoint.restore import dtype_problems, shape_problems
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.step.initial_model import make_initial_model
 from fourfold.torch_kit.deferred_init import InitialModel, InitialWeights
 from fourfold.words.errors import CheckpointError, Problem, os_error_text

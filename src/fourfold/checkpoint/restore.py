@@ -23,7 +23,7 @@ from torch import Tensor
 from fourfold.checkpoint.collect import TrainingState, data_state
 from fourfold.checkpoint.store import read_manifest
 from fourfold.checkpoint.writer import SAFETENSORS_DTYPES, TORCH_DTYPES, safetensors_header, write_file
-from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.comm.codec.protocol import RESIDUAL_KEY
 from fourfold.feed.position import ORDER_KEYS, Position, order_problem
 from fourfold.model.weights import trainable_parameters
 from fourfold.orders.sample_order import UNSHUFFLED

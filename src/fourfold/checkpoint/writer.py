@@ -58,8 +58,8 @@ from fourfold.plan.checkpoint_manifest import (
     manifest_problems,
 )
 from fourfold.plan.decode import DecodeError, from_json, read_bounded
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.shard_ranges import stored_ranges
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit import memory
 from fourfold.words.errors import CheckpointError, Problem, os_error_text

@@ -20,8 +20,7 @@ from fourfold.words.errors import (
     os_error_text,
 )
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.terminal_text import escape_controls
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import escape_controls, table_lines
 from fourfold.words.units import format_bytes
 
 ENDINGS = {"safetensors": ".safetensors", "hf": "-hf", "dcp": "-dcp"}

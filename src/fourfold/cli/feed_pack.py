@@ -18,7 +18,7 @@ from fourfold.cli.output import print_text
 from fourfold.feed.pack.layout import read_manifest
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.field import Field, read_words
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import table_lines
 from fourfold.words.units import Dimension, format_bytes, format_bytes_per_second, format_count
 
 WHERE = "fourfold feed pack"

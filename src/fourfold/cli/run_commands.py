@@ -19,7 +19,7 @@ from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
 from fourfold.words.run_files import RUNS_DIR
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job

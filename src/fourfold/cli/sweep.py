@@ -20,7 +20,7 @@ from fourfold.cli.run import resolve
 from fourfold.trainer.run_identity import read_finished_record
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, FourfoldError, Problem, SettingError
 from fourfold.words.field import KEY_VALUE
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import table_lines
 
 MAX_VALUE_IN_NAME = 40
 STOP_CODES = (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, uses_indices
 from fourfold.comm.edges import TensorSpec, decode, encode, specs
-from fourfold.plan.density import num_sent
+from fourfold.plan.codec import num_sent
 
 # ---- formats of tensors on an edge ---------------------------------------------------------------------------------
 

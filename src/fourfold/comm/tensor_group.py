@@ -39,7 +39,7 @@ from fourfold.comm.channel import Channel
 from fourfold.comm.collectives import DTYPES, Group, Work
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.divergence_report import divergence_error
+from fourfold.comm.reduce.scalars import divergence_error
 from fourfold.comm.shared_regions import SharedRegions, choose_regions
 from fourfold.words.errors import DivergenceError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes

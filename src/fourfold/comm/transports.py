@@ -13,12 +13,6 @@ import torch
 
 from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.host_shared_memory import (
-    check_transport_device,
-    no_shared_memory,
-    open_host_memory,
-    wants_shared_memory,
-)
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.compressed import CompressedReducer, CompressedRoutes, MessageGatherer, message_indices
 from fourfold.comm.reduce.group import ShardedCollectives, WholeReducer, make_group_transport, single_rank_transport
@@ -33,7 +27,13 @@ from fourfold.comm.reduce.scalars import (
     WorldChannel,
     world_channel,
 )
-from fourfold.comm.shared_regions import GroupPlace
+from fourfold.comm.shared_regions import (
+    GroupPlace,
+    check_transport_device,
+    no_shared_memory,
+    open_host_memory,
+    wants_shared_memory,
+)
 from fourfold.plan.check import host_shard_problem
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
 from fourfold.torch_kit import memory

@@ -35,8 +35,7 @@ from fourfold.environment import host_limits, launchers
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.environment.world import num_cores
 from fourfold.words.errors import FourfoldError, closest_match, os_error_text
-from fourfold.words.terminal_text import terminal_width
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns, terminal_width
 from fourfold.words.units import format_bytes
 
 GIB, MIB = 2**30, 2**20

@@ -27,8 +27,7 @@ from fourfold.comm.communicator import Communicator
 from fourfold.comm.rank_layout import RankLayout
 from fourfold.optim.master_weights import MasterWeights
 from fourfold.optim.user_optimizer import group_indices, is_layerwise, num_state_tensors
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import ParamSpec, TensorShard, UpdateSpec
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.param_access import untracked_access
 from fourfold.torch_kit.torch_private import own_children, own_parameters

@@ -1,5 +1,6 @@
 """Codecs: what the reduction of a bucket sends when gradients are compressed, and how many bytes that is.
 
+density  how many elements a codec sends of each tensor: of a gradient, or of activations between stages
 message  what one rank sends for a bucket in one round: of fixed length, the same on every rank
 round    one exchange of messages: they are summed on the way, or gathered and summed by each reader
 entry    of a sparse message: a value and its index, 16 bits within a block of 65,536 elements, and a count per block
@@ -19,10 +20,20 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fourfold.axes.data.rules.buckets import Bucket, Slot
-from fourfold.plan.density import num_sent
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
+
+# ---- density ---------------------------------------------------------------------------------------------------------
+
+
+def num_sent(num_elements: int, density: float) -> int:
+    """How many of the elements are sent: n − ⌊n·η⌋ with η = 1 − density, at least one."""
+    # 0.1 of ten elements is one, not two: the error of binary fractions at the 9th digit is no element.
+    return max(1, min(num_elements, math.ceil(num_elements * density - 1e-9)))
+
+
+# ---- codec -----------------------------------------------------------------------------------------------------------
 
 SCALE_BLOCK = 256
 INDEX_BLOCK = 65536

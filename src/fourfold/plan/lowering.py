@@ -21,8 +21,8 @@ from fourfold.axes.data.rules.zero import (
     layout_changes,
     step_sent_bytes,
 )
+from fourfold.axes.pipeline.rules.edges import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.schedules import steady_actions
-from fourfold.axes.pipeline.rules.sends import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.ties import add_copies, add_ties
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes

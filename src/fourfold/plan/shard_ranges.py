@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fourfold.plan.checkpoint_boxes import Part
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 from fourfold.words.ranges import Box
 
 

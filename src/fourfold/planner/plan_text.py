@@ -20,7 +20,7 @@ from fourfold.planner.predict.facts import Workload
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
 from fourfold.planner.search.decision import Change, Decision, Refused, reason
 from fourfold.words.field import value_text
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import table_lines
 from fourfold.words.units import (
     BINARY_PREFIXES,
     format_bytes,

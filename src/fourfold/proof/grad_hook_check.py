@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.model.fixed_random import without_randomness
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.torch_kit.torch_private import is_multi_grad_hook, tensor_hooks
 from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem

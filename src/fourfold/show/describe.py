@@ -44,7 +44,7 @@ from fourfold.words.program import (
     Verb,
 )
 from fourfold.words.task import Task, check_task
-from fourfold.words.text_table import indent, table_lines, wrap
+from fourfold.words.terminal_text import indent, table_lines, wrap
 from fourfold.words.units import format_bytes
 
 # ---- describe the programs of all ranks -----------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from fourfold.comm import init, transports
 from fourfold.comm.broadcast_tree import broadcast_model, broadcast_tree
 from fourfold.comm.communicator import Communicator, gather_topology, topology_along
 from fourfold.comm.meter import CommMeter
-from fourfold.comm.reduce.divergence_report import divergence_error, with_options
 from fourfold.comm.reduce.protocol import spec_of_request
-from fourfold.comm.reduce.scalars import WorldChannel
+from fourfold.comm.reduce.scalars import WorldChannel, divergence_error, with_options
 from fourfold.model.batch_statistics import batch_norms, make_exchange
 from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
 from fourfold.model.weights import trainable_parameters

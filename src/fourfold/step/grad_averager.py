@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fourfold.axes.data.work.countdown import Countdown
 from fourfold.axes.data.work.grad_buckets import GradBuckets
-from fourfold.axes.data.work.gradients import MeanSink, launch_all
+from fourfold.axes.data.work.gradients import Countdown, MeanSink, launch_all
 from fourfold.comm.reduce.protocol import DataTransport
 from fourfold.comm.reduce.scalars import ScalarReducer, WorldChannel
 from fourfold.step.optimizer_steps import ReducedGrad

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
-from fourfold.comm.codec.protocol import Codec, SavedRows
+from fourfold.comm.codec.protocol import RESIDUAL_KEY, Codec, SavedRows
 from fourfold.comm.codec.registry import make_codec
-from fourfold.comm.codec.residual import RESIDUAL_KEY
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.memory_order import state_in_memory_order
 from fourfold.comm.rank_layout import RankLayout

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.reduce.divergence_report import with_options
+from fourfold.comm.reduce.scalars import with_options
 from fourfold.model.batch_statistics import NormWatch
 from fourfold.model.weights import Weights
 from fourfold.orders.sample_order import BatchRange

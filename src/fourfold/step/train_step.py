@@ -20,8 +20,8 @@ from fourfold.comm.rank_layout import RankLayout
 from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import Objective
 from fourfold.optim.user_optimizer import OptimizerSource
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.plan import Plan
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.plan.topology import Topology
 from fourfold.step.argument_checks import StepKeywords, StepOptions
 from fourfold.step.assembly import assemble

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.torch_kit.memory import allocate_private
 from fourfold.torch_kit.torch_dispatch import (
     SET_DATA,

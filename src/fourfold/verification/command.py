@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.axes.context.attach.dry_run import NOT_CHECKED
-from fourfold.comm.codec.residual import RESIDUAL_KEY
+from fourfold.axes.context.attach.check import NOT_CHECKED
+from fourfold.comm.codec.protocol import RESIDUAL_KEY
 from fourfold.comm.init import world
 from fourfold.feed.data_input import open_data
 from fourfold.feed.feed import Feed

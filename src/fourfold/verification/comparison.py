@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.words.errors import Problem
-from fourfold.words.terminal_text import escape_controls
-from fourfold.words.text_table import table_lines
+from fourfold.words.terminal_text import escape_controls, table_lines
 
 TOLERANCE, FACTOR = 1e-9, 4.0
 LOSS, OUTPUT, GRADIENT, WEIGHT, BUFFER, UNSAVED, STATE = KINDS = (

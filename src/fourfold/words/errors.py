@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.words.terminal_text import escape_controls
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns, escape_controls
 
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
 REQUEUE_EXIT_CODE = 75

@@ -25,7 +25,7 @@ from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.plan.plan import Plan
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.task import DEFAULT_BATCH_SIZE, Task
-from fourfold.words.text_table import align_columns
+from fourfold.words.terminal_text import align_columns
 from fourfold.words.units import format_bytes
 
 MAX_ROWS = 16

@@ -21,8 +21,7 @@ from fourfold.plan.precision import compute_specs
 from fourfold.plan.simulate import TimedAction, simulate
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action
-from fourfold.words.terminal_text import terminal_width
-from fourfold.words.text_table import INDENT, table_lines
+from fourfold.words.terminal_text import INDENT, table_lines, terminal_width
 from fourfold.words.units import format_bytes, format_count
 
 # ---- timeline ------------------------------------------------------------------------------------------------------

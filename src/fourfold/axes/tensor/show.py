@@ -16,7 +16,7 @@ from fourfold.axes.tensor.rules.styles import Style
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.words.layout import Change
-from fourfold.words.text_table import indent, table_lines
+from fourfold.words.terminal_text import indent, table_lines
 from fourfold.words.units import format_bytes
 
 NOTHING = "–"

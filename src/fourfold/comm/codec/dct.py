@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.comm.codec.protocol import CodecReduction, SavedRows, reduce_by_gather
-from fourfold.comm.codec.residual import RESIDUAL_KEY, ResidualCodec
+from fourfold.comm.codec.protocol import RESIDUAL_KEY, CodecReduction, ResidualCodec, SavedRows, reduce_by_gather
 from fourfold.comm.codec.sparse import SparseMessage, indices_above, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, SparseRange, dct_spec
 from fourfold.torch_kit.mixed_precision import bucket_dtype

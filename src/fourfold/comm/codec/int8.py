@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.comm.codec.protocol import CodecReduction, reduce_by_gather
-from fourfold.comm.codec.residual import ResidualCodec
+from fourfold.comm.codec.protocol import CodecReduction, ResidualCodec, reduce_by_gather
 from fourfold.plan.codec import SCALE_BLOCK, CodecSpec, Shapes, blockwise_layout
 
 MAX_CODE = 127

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.comm.codec.protocol import CodecReduction, Message, SavedRows
-from fourfold.comm.codec.residual import RESIDUAL_KEY, ResidualCodec
+from fourfold.comm.codec.protocol import RESIDUAL_KEY, CodecReduction, Message, ResidualCodec, SavedRows
 from fourfold.plan.codec import CodecSpec, Combine, FactoredMatrix, Shapes, low_rank_spec
 
 Q_KEY = "warm"

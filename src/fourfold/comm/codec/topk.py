@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.comm.codec.protocol import CodecReduction, reduce_by_gather
-from fourfold.comm.codec.residual import ResidualCodec
+from fourfold.comm.codec.protocol import CodecReduction, ResidualCodec, reduce_by_gather
 from fourfold.comm.codec.sparse import SparseMessage, select_largest
 from fourfold.plan.codec import CodecSpec, Shapes, topk_spec
 from fourfold.torch_kit.mixed_precision import bucket_dtype

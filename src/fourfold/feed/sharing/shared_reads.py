@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fourfold.comm.communicator import Communicator
-from fourfold.comm.host_shared_memory import open_host_memory
+from fourfold.comm.shared_regions import open_host_memory
 from fourfold.feed.sharing.channel import (
     ADDRESS_BYTES,
     IsOpen,

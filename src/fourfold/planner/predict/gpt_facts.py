@@ -24,10 +24,9 @@ from typing import NamedTuple
 from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements, heads_problem, scores_per_index
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
 from fourfold.plan.model_traits import NO_TRAITS, ModelTraits
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
+from fourfold.plan.param_spec import ParamSpec, ShardPiece, TensorShard, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
 from fourfold.planner.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change

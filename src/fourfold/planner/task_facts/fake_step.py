@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fourfold.axes.pipeline.work.tied import replace_by_copy
 from fourfold.axes.tensor.attach.axis import model_layout, model_sequence_parallel
 from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout
-from fourfold.axes.tensor.work.cut import cut_model
+from fourfold.axes.tensor.work.layers import cut_model
 from fourfold.axes.tensor.work.sequence_parallel import split_tokens
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.feed.sample_rng import fetch_one

@@ -19,7 +19,7 @@ from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.document_mask import DocumentMask, document_attention
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.context.work.masks import Mask
-from fourfold.axes.context.work.ring_call import RingCall
+from fourfold.axes.context.work.ring import RingCall
 from fourfold.comm.channel import Channel
 from fourfold.torch_kit.recompute import kept
 from fourfold.words.errors import Problem, TrainingError

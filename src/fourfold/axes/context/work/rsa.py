@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.axes.context.work import masks
-from fourfold.axes.context.work.ring_call import RingCall
+from fourfold.axes.context.work.ring import RingCall
 from fourfold.comm.channel import Channel
 from fourfold.torch_kit.mixed_precision import accumulation_dtype
 from fourfold.torch_kit.recompute import kept

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
+from fourfold.axes.data.work.gradients import Countdown, check_all_reached, check_untouched
 from fourfold.comm.memory_order import shaped
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import GradReducer

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from fourfold.axes.data.rules.buckets import Bucket
-from fourfold.axes.data.work.countdown import Countdown, check_all_reached, check_untouched
+from fourfold.axes.data.work.gradients import Countdown, check_all_reached, check_untouched
 from fourfold.comm.meter import CommMeter
 from fourfold.optim.flat_optimizer import UpdateSlice
 from fourfold.torch_kit.grad_hooks import check_dense, check_not_cleared, has_user_hooks, raise_second_grad

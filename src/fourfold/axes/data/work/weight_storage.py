@@ -23,8 +23,7 @@ from fourfold.comm.communicator import Communicator
 from fourfold.comm.memory_order import shaped
 from fourfold.comm.rank_layout import ParamPart, RankLayout, WholeLayout, param_views
 from fourfold.comm.reduce.protocol import BucketSlice, WeightGatherer
-from fourfold.plan.param_spec import ParamSpec
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import ParamSpec, TensorShard
 from fourfold.torch_kit import memory
 from fourfold.torch_kit.mixed_precision import bucket_dtype
 

@@ -22,8 +22,8 @@ from fourfold.axes.pipeline.work.values import OBJECT, TENSOR, describe, take_ap
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, connect_pair, make_edges
 from fourfold.comm.meter import CommMeter
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.precision import COMPUTE_FORMATS
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.proof.attachment import Rank
 from fourfold.proof.digests.batches import batch_digest
 from fourfold.proof.random_weights import SEED

@@ -17,10 +17,17 @@ from fourfold.axes.pipeline.work.gates import Carried, Gates, StageEnd
 from fourfold.axes.pipeline.work.knowledge import Knowledge, is_of
 from fourfold.axes.pipeline.work.recording import Recording
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
-from fourfold.axes.pipeline.work.replaced import Replacements, replaced
 from fourfold.axes.pipeline.work.stand_in import BUFFER, OUTPUT, WEIGHT, Source, StandIn, StandInUsed, sources_of
 from fourfold.axes.pipeline.work.tied import aliases_of
-from fourfold.axes.pipeline.work.values import OBJECT, take_apart, tensors_among, without_caches, written_attributes
+from fourfold.axes.pipeline.work.values import (
+    OBJECT,
+    Replacements,
+    replaced,
+    take_apart,
+    tensors_among,
+    without_caches,
+    written_attributes,
+)
 from fourfold.model.batch import Microbatch
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model

@@ -16,7 +16,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from fourfold.axes.pipeline.rules.sends import COMPUTE_VERBS, add_sends
+from fourfold.axes.pipeline.rules.edges import COMPUTE_VERBS, add_sends
 from fourfold.axes.pipeline.rules.spec import ComputeLists, PipelineSpec, owner_of
 from fourfold.plan.dependencies import Dependencies, Dependency
 from fourfold.plan.rank_program import SENDS

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
-from fourfold.axes.pipeline.work.replaced import Replacements
+from fourfold.axes.pipeline.work.values import Replacements
 from fourfold.torch_kit.torch_private import BACKWARD_HOOKS_OF_CALL, called_backward_hooks
 
 

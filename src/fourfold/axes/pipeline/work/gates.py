@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fourfold.axes.pipeline.work.backward_hooks import hooks_inside, without_hooks
 from fourfold.axes.pipeline.work.chain import Chain
 from fourfold.axes.pipeline.work.knowledge import Knowledge, is_of
-from fourfold.axes.pipeline.work.replaced import Replacements, attribute_of, replaced
 from fourfold.axes.pipeline.work.stand_in import (
     ATTRIBUTE,
     BUFFER,
@@ -40,14 +39,17 @@ from fourfold.axes.pipeline.work.values import (
     Described,
     Form,
     Known,
+    Replacements,
     are_written,
     argument_states,
+    attribute_of,
     attributes_of,
     copies,
     decode,
     describe,
     encode,
     is_of_torch,
+    replaced,
     stand_in_of,
     take_apart,
     tensors_among,

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from fourfold.axes.pipeline.work.backward_hooks import hooks_inside
 from fourfold.axes.pipeline.work.knowledge import Knowledge, is_of
-from fourfold.axes.pipeline.work.replaced import Replacements, replaced
 from fourfold.axes.pipeline.work.stand_in import ATTRIBUTE, OUTPUT, WEIGHT, Source
 from fourfold.axes.pipeline.work.values import (
     Described,
+    Replacements,
     attributes_of,
     describe,
+    replaced,
     take_apart,
     tensors_among,
     written_attributes,

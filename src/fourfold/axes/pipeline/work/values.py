@@ -6,12 +6,15 @@ described what the metadata of a message say of a leaf: the shape of a tensor, a
           of an object
 Law: the metadata are exact in each microbatch. The values of tensors travel only to stages that
 need them (`gates.py`).
+
+`replaced` gives dicts of modules other values for a while.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -192,3 +195,31 @@ def writable(received: Tensor) -> Tensor:
 def copies(leaves: Sequence[Any]) -> list[Any]:
     """Leaves of which the model may write into its own afterwards."""
     return [each.clone() if isinstance(each, Tensor) else each for each in leaves]
+
+
+# ---- replaced --------------------------------------------------------------------------------------------------------
+
+Replacements = list[tuple[MutableMapping[str, Any], str, Any]]
+"""Where, under which key, what."""
+
+
+@contextlib.contextmanager
+def replaced(values: Sequence[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
+    """Within, these dicts have these values under these keys."""
+    before = [(place, key, place.get(key), key in place) for place, key, _ in values]
+    for place, key, value in values:
+        place[key] = value
+    try:
+        yield
+    finally:
+        for place, key, value, was_there in reversed(before):
+            if was_there:
+                place[key] = value
+            else:
+                place.pop(key, None)
+
+
+def attribute_of(model: nn.Module, attribute: Source) -> tuple[MutableMapping[str, Any], str, Any]:
+    """Where an attribute of a module is, and what it is."""
+    attributes = vars(model.get_submodule(attribute.module))
+    return attributes, attribute.key, attributes[attribute.key]

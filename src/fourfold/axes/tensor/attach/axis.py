@@ -16,14 +16,14 @@ from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
 from fourfold.axes.tensor.rules.dims import TensorSpec, dims_on_axis
 from fourfold.axes.tensor.rules.layout import TensorLayout, tensor_layout
 from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, sequence_parallel_layout
-from fourfold.axes.tensor.work.cut import cut_model
+from fourfold.axes.tensor.work.layers import cut_model
 from fourfold.axes.tensor.work.sequence_parallel import split_tokens
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup, make_tensor_group
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.attachment import Rank
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold.axes.tensor.work.cut import local_part
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.axes.tensor.work.layers import local_part
+from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.checks import CheckUnavailable
 from fourfold.proof.random_weights import cast_real, draw_weight
 from fourfold.torch_kit.model_copy import deep_copy

@@ -26,7 +26,7 @@ from fourfold.model.batch_statistics import frozen_statistics
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model
 from fourfold.model.rank_dropout import FoundDraw
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.checks import CheckUnavailable, MemoryFit, preserve_module, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, gradient_tolerance_of, is_close, run_backward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.grad_projections import is_close
 from fourfold.torch_kit.param_access import METADATA_FUNCTIONS
 from fourfold.torch_kit.tensor_tree import tree_leaves

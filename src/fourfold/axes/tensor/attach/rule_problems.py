@@ -16,7 +16,7 @@ from fourfold.axes.tensor.rules.layers import generalized
 from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
 from fourfold.model.batch_statistics import uses_batch_stats
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 

@@ -21,7 +21,7 @@ from fourfold.axes.tensor.attach.module_trace import ModuleTrace, TensorPlace
 from fourfold.model import sdpa_interception
 from fourfold.model.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
 from fourfold.model.rank_dropout import DrawSlice, FoundDraw
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.grad_projections import is_close
 from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.tensor_tree import tree_leaves

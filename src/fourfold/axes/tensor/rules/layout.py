@@ -24,7 +24,7 @@ from fourfold.axes.tensor.rules.layers import (
     resolve_layers,
 )
 from fourfold.axes.tensor.rules.styles import ModuleSpec, Quotient, Style
-from fourfold.plan.tensor_shard import ShardPiece, TensorShard
+from fourfold.plan.param_spec import ShardPiece, TensorShard
 from fourfold.words.errors import PlanError, Problem
 
 # ---- divisions -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.comm.tensor_group import TensorGroup
-from fourfold.plan.tensor_shard import TensorShard
+from fourfold.plan.param_spec import TensorShard
 from fourfold.torch_kit.deferred_grads import deferral_of
 from fourfold.torch_kit.mixed_precision import autocast_device
 from fourfold.torch_kit.recompute import is_keeping, kept

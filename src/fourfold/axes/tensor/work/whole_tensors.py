@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.axes.tensor.work.cut import local_part
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.comm.communicator import Communicator
 from fourfold.plan.checkpoint_boxes import Part, Shape
+from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.shard_ranges import Rows, held_ranges
-from fourfold.plan.tensor_shard import TensorShard
 from fourfold.torch_kit.tensor_reader import TensorReader, part_of
 from fourfold.words.ranges import Box
 
