@@ -6,6 +6,7 @@ import functools
 import gzip
 import io
 import json
+import lzma
 import os
 import re
 import shutil
@@ -180,6 +181,13 @@ def test_byte_order_marks_are_no_part_of_the_text(tmp_path: Path):
     (tmp_path / "x.jsonl").write_text('\n\n{"x": 1}\n', encoding="utf-8-sig")
     (batch,) = ff.Feed(ff.open_source(tmp_path / "x.jsonl"), batch_size=1, bad_samples=1)
     assert batch["x"].tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.txt"])
+@pytest.mark.parametrize(("pack", "unpack"), [(gzip.compress, "gzip"), (lzma.compress, "xz"), (bz2.compress, "bzip2")])
+def test_text_that_is_compressed_is_not_called_damaged(tmp_path: Path, name: str, pack: Any, unpack: str):
+    (tmp_path / name).write_bytes(pack(b'{"x": 1}\n'))
+    assert f"compressed data in {name}   need plain text   try {unpack} -dc {name}" in message(tmp_path / name)
 
 
 @pytest.mark.parametrize("lists", [[[], [1], [2, 3]], [[1], [], [2, 3]], [[], [[4]]], [[], []]], ids=str)

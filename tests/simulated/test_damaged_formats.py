@@ -409,6 +409,8 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "gzip and lzf": (lambda folder: hdf5_compressed_twice(folder, "gzip", "lzf"), "x is compressed more than once"),
     "a shape larger than its file": (lambda folder: lying_npy(folder, f"({2**40},)"), "8 bytes for an array"),
     "a shape below zero": (lambda folder: lying_npy(folder, "(-1, -2)"), "8 bytes for an array"),
+    "a shape nested too deep": (lambda folder: lying_npy(folder, f"({3000 * '-'}1,)"), "a head that cannot be read"),
+    "a shape nested deeper": (lambda folder: lying_npy(folder, f"({9000 * '-'}1,)"), "a head that cannot be read"),
     "a shape of no sizes": (lambda folder: lying_npy(folder, "(True, 1)", "'<f8'"), "8 bytes for an array"),
     "groups that hold others ten times each": (many_ways, "more than 2000 datasets and groups"),
     "an array of objects": (lambda folder: lying_npy(folder, "(1,)", "'|O'"), "not of numbers"),

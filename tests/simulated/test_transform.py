@@ -177,6 +177,24 @@ def test_a_class_in_place_of_a_transform_is_answered_by_its_instance():
         Transformed(SOURCE, Detection)
 
 
+async def later(sample):
+    return sample
+
+
+def parts(sample):
+    yield from sample
+
+
+@pytest.mark.parametrize(
+    ("transform", "returned"),
+    [(lambda sample: None, "None"), (later, "a coroutine"), (parts, "a generator")],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_transform_that_returns_no_sample_is_named(transform, returned):
+    with pytest.raises(DataError, match=rf"sample \d+: the transform returned {returned} .* try return sample"):
+        list(Feed.single_rank(SOURCE, batch_size=4, transform=transform))
+
+
 def test_errors_of_a_transform_name_the_sample():
     def fail(sample, generator):
         if sample[1] == 7:

@@ -142,7 +142,7 @@ class _EpochView:
     def _transform(self, index: int, sample: Any) -> Any:
         generator = torch.Generator().manual_seed(sample_seed(self._seed, self._epoch, index))
         try:
-            return self._transformed.call(sample, generator)
+            result = self._transformed.call(sample, generator)
         except FourfoldError:
             raise
         except TransformError as error:
@@ -151,6 +151,11 @@ class _EpochView:
         except Exception as error:
             got = f"{sample_name(self._transformed.source, index)}: {error_line(error)}"
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from error
+        if result is None or inspect.isawaitable(result) or inspect.isgenerator(result):
+            returned = "None" if result is None else f"a {type(result).__name__}"
+            got = f"{sample_name(self._transformed.source, index)}: the transform returned {returned}"
+            raise DataError(Problem(got, "a function that returns the sample", "return sample"), where=WHERE)
+        return result
 
 
 def sample_seed(seed: int, epoch: int, number: int) -> int:

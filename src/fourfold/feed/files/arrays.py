@@ -33,6 +33,8 @@ NUMBERS, NOT_OBJECTS = "biufc", "biufcSUVmM"  # kinds of dtypes
 # What is raised for damaged files by readers of zip files.
 ZIP_ERRORS = (KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError)
+# What Python's own parser raises, with which numpy reads the head of a .npy file: for deep nesting the last two.
+UNPARSABLE = (tokenize.TokenError, SyntaxError, TypeError, RecursionError, MemoryError)
 MAX_RATIO = 1100  # of deflate: what an entry of a zip file can expand to
 CHUNK_BYTES = 2**20
 # Python 3.11's parser of literals fails now and then where two threads are in it (python/cpython#106905).
@@ -57,8 +59,8 @@ def parse_npy_head(file: Any) -> NpyHead:
     try:
         with _PARSING:
             shape, by_columns, dtype = readers[version](file)
-    except (tokenize.TokenError, SyntaxError, TypeError) as error:  # numpy reads it as Python's literals
-        raise ValueError(f"a head that cannot be read: {error}") from error
+    except UNPARSABLE as error:
+        raise ValueError(f"a head that cannot be read: {str(error) or type(error).__name__}") from error
     return NpyHead(dtype, shape, by_columns, file.tell())
 
 

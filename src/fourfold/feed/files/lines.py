@@ -32,6 +32,13 @@ OTHER_MARKS = {  # that of UTF-32 first: it begins as that of UTF-16
     **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-32"),
     **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16"),
 }
+COMPRESSED = {  # how a file of these kinds begins, and what unpacks it
+    b"\x1f\x8b": "gzip -dc",
+    b"\x28\xb5\x2f\xfd": "zstd -dc",
+    b"\xfd7zX": "xz -dc",
+    b"BZh": "bzip2 -dc",
+    b"PK\x03\x04": "unzip -p",
+}
 csv.field_size_limit(max(2**26, csv.field_size_limit()))  # of this process. Python's own, 128 KiB, is less than a text
 FLOAT = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|nan|[+-]?inf", re.ASCII)
 Parse = Callable[[str], Any]
@@ -117,12 +124,20 @@ def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
 
 
 def _skip_mark(file: BinaryIO, path: str) -> int:
-    """Where the text of a file begins: behind a byte-order mark. Raises DataError for a mark of UTF-16 or UTF-32."""
+    """Where the text of a file begins: behind a byte-order mark.
+
+    Raises DataError for a mark of UTF-16 or UTF-32, and for a compressed file.
+    """
     start = file.read(4)
-    for mark, name in OTHER_MARKS.items():
+    name = os.path.basename(path)
+    for magic, unpack in COMPRESSED.items():
+        if start.startswith(magic):
+            problem = Problem(f"compressed data in {name}", "plain text", f"{unpack} {shlex.quote(name)} > text")
+            raise DataError(problem, where=path)
+    for mark, encoding in OTHER_MARKS.items():
         if start.startswith(mark):
-            attempt = f"iconv -f {name} -t UTF-8 {os.path.basename(path)}"
-            raise DataError(Problem(f"text in {name}", "text in UTF-8", attempt), where=path)
+            attempt = f"iconv -f {encoding} -t UTF-8 {shlex.quote(name)}"
+            raise DataError(Problem(f"text in {encoding}", "text in UTF-8", attempt), where=path)
     return file.seek(len(MARK) if start.startswith(MARK) else 0)
 
 
