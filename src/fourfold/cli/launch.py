@@ -14,17 +14,19 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourfold.cli import sigint
 from fourfold.environment import early_sigterm
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.processes import end_with_parent
 from fourfold.environment.standard_streams import flush_streams, print_stderr, redirect_to_null
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.launcher.process_defaults import launch_variables, may_have_gpus
 from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
+    from fourfold.cli.run import Run
     from fourfold.launcher.forked_process import ForkedProcess
     from fourfold.launcher.restart_policy import SupervisionPolicy
 
@@ -129,23 +131,45 @@ def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -
 
 
 SHOW_CURSOR = "\x1b[?25h"
+REQUEST_FILE, RESULT_FILE = "request.json", "result.json"
 
 
-def launch_quietly(command: Sequence[str], num_processes: int) -> int:
-    """Run a command in so many processes, without restarts; returns the exit code."""
-    from fourfold.launcher.restart_policy import SupervisionPolicy
+class Launched(NamedTuple):
+    """How ranks have ended. `result`: what rank 0 has written, if it has."""
 
-    return launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=print_error))
+    exit_code: int
+    result: Any = None
 
 
-def launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
-    """Run a command in so many processes under a policy; returns the exit code."""
+def launch_ranks(
+    program: str, run: "Run", *, policy: "SupervisionPolicy | None" = None, is_forked: bool = False, **options: Any
+) -> Launched:
+    """Run a program of `rank_main` in as many processes as the plan of `run` has ranks.
+
+    options  of the program, which JSON can write
+    """
+    assert run.decided is not None
+    request = {"program": program, "run": run.to_json(), "options": options}
+    with temporary_folder() as folder:
+        (folder / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
+        command = ["-m", "fourfold.cli.rank_main", str(folder)]
+        code = launch(command, run.decided.mesh.size, policy, is_forked=is_forked)
+        result = folder / RESULT_FILE
+        return Launched(code, json.loads(result.read_text(encoding="utf-8")) if result.exists() else None)
+
+
+def launch(
+    command: Sequence[str], num_processes: int, policy: "SupervisionPolicy | None" = None, *, is_forked: bool = False
+) -> int:
+    """Run a command in so many processes; returns the exit code. `policy`: None: without restarts."""
     with collection_paused():
         from fourfold.launcher import local_job
         from fourfold.launcher.rank_start import fork_rank, spawn_rank
+        from fourfold.launcher.restart_policy import SupervisionPolicy
 
     sigint.restore_and_raise()
     start_rank = fork_rank if is_forked else spawn_rank
+    policy = policy or SupervisionPolicy(max_restarts=0, notify=print_error)
     outcome = local_job.launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
     if outcome.text:
         print_error(outcome.text)

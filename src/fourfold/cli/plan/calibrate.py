@@ -1,25 +1,21 @@
 """`fourfold plan calibrate`: measures this machine with all ranks of a job at work, and stores what was measured.
 
-    python -m fourfold.cli.plan.calibrate REQUEST RESULT WORD…      one rank of it, started by launcher/worker.py
-
-REQUEST  a JSON file: the conditions of the calibration
-RESULT   the JSON file that rank 0 writes: what was left out, and the calibration beside it
 Law: measurements are refused while others use the machine, unless they are forced, which the file then says.
 """
 
-import json
+import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fourfold.cli import job
-from fourfold.environment.atomic_file import write_atomically
-from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.environment.world import from_environment, num_cores
+from fourfold.cli.job import Job
+from fourfold.cli.launch import launch_ranks
+from fourfold.cli.run import Run
+from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import THREAD_VARIABLES
+from fourfold.plan.plan import Plan
 from fourfold.planner.predict.calibration import (
     Calibration,
     CalibrationError,
@@ -33,9 +29,7 @@ from fourfold.planner.predict.calibration import (
 )
 from fourfold.words.errors import Problem, os_error_text
 
-Launch = Callable[[Sequence[str], int], int]
 WHERE = "fourfold plan calibrate"
-CALIBRATION_FILE = "calibration.json"
 
 
 class Calibrated(NamedTuple):
@@ -48,19 +42,15 @@ class Calibrated(NamedTuple):
     unstored: str = ""
 
 
-def calibrate(
-    words: Sequence[str], num_ranks: int, launch: Launch, *, key: str, is_forced: bool = False
-) -> Calibrated | None:
-    """Measure this machine for the task that the words name; None if ranks failed, which the launcher has reported.
+def calibrate(run: Run, num_ranks: int, *, key: str, is_forced: bool = False) -> Calibrated | None:
+    """Measure this machine for the task of a run; None if ranks failed, which the launcher has reported.
 
     key        of the task: `task_key`
-    launch     starts a command in so many processes, and returns the exit code
     is_forced  measure although other processes are at work
-    Raises CalibrationError, and what the words raise.
+    Raises CalibrationError.
     """
     from fourfold.planner.calibrate.timing import check_quiet, this_machine
 
-    job.parse_job([*words, f"dp={num_ranks}"], has_run_dir=False)
     machine = this_machine(num_ranks, threads=threads_of_rank(num_ranks))
     load = os.getloadavg()[0] if is_forced else check_quiet()
     path = calibration_path(machine, key)
@@ -71,21 +61,17 @@ def calibrate(
         problem = Problem(got, "a folder that can be written to", "XDG_CACHE_HOME=FOLDER")
         raise CalibrationError(problem, where=WHERE) from None
     begin = time.perf_counter()
-    with temporary_folder() as folder:
-        request, result = folder / "request.json", folder / "result.json"
-        request.write_text(json.dumps([list(machine), load, is_forced]), encoding="utf-8")
-        command = ["-m", "fourfold.cli.plan.calibrate", str(request), str(result), *words]
-        if launch(command, num_ranks) != 0:
-            return None
-        left_out = json.loads(result.read_text(encoding="utf-8"))
-        data = result.with_name(CALIBRATION_FILE).read_bytes()
-    calibration = decode_calibration(data, where=WHERE)
+    run = dataclasses.replace(run, decided=Plan(dp=num_ranks))
+    result = launch_ranks("measure", run, machine=machine, load=load, is_forced=is_forced).result
+    if result is None:
+        return None
+    calibration = decode_calibration(result["calibration"].encode(), where=WHERE)
     unstored = ""
     try:
         write_calibration(path, calibration)
     except OSError as error:  # a disk that has become full meanwhile: what was measured can be used all the same
         unstored = os_error_text(error)
-    return Calibrated(calibration, path, left_out, time.perf_counter() - begin, unstored)
+    return Calibrated(calibration, path, result["left_out"], time.perf_counter() - begin, unstored)
 
 
 def find_calibration(key: str, num_ranks: int) -> Calibration | None:
@@ -129,23 +115,17 @@ def format_calibrated(calibrated: Calibrated) -> list[str]:
     return [*lines, f"not stored in {path}: {unstored}" if unstored else f"stored in {path}"]
 
 
-def main(request: str, result: str, words: Sequence[str]) -> None:
-    """One rank."""
+def measure_rank(prepared: Job, world: World, *, machine: list[Any], load: float, is_forced: bool) -> dict[str, Any]:
+    """One rank of it: the calibration as text, and what was left out."""
     from fourfold.comm import init
     from fourfold.planner.calibrate.rank import Conditions, measure
     from fourfold.planner.task_facts.source import TaskFacts
 
-    world = from_environment()
-    assert world is not None
-    machine, load, is_forced = json.loads(Path(request).read_text(encoding="utf-8"))
-    prepared = job.parse_job([*words, f"dp={world.size}"], num_processes=world.size, has_run_dir=False)
     ranks = init.init_communicator()
     conditions = Conditions(MachineIdentity(*machine), load, is_forced)
     source = TaskFacts(prepared.task)
     measured = measure(prepared.task, source, ranks, conditions, say=_say if world.rank == 0 else _say_nothing)
-    if world.rank == 0:
-        write_atomically(Path(result).with_name(CALIBRATION_FILE), encode_calibration(measured.calibration))
-        write_atomically(Path(result), json.dumps(measured.left_out).encode())
+    return {"calibration": encode_calibration(measured.calibration).decode(), "left_out": measured.left_out}
 
 
 def _say(text: str) -> None:
@@ -154,7 +134,3 @@ def _say(text: str) -> None:
 
 
 def _say_nothing(text: str) -> None: ...
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])

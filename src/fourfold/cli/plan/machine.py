@@ -1,6 +1,5 @@
 """Plan machine: where a plan is to run: a described cluster, or this machine as it was measured.
 
-words   the task and its arguments, with which ranks are started to measure this machine
 Law: what a plan is priced with is always said; a measurement of another machine is never used for this one.
 """
 
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli.output import print_text
 from fourfold.cli.plan.arguments import WHERE
+from fourfold.cli.run import Run
 from fourfold.environment.world import num_cores
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
@@ -71,13 +71,12 @@ def described_machine(name: str, *, devices: int | None, network: float | None) 
     return Machine(cluster, RooflinePrices(cluster), f"{count} of {cluster.name}, {hosts}", is_here=False)
 
 
-def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_forced: bool = False) -> Machine:
+def this_machine(run: Run, source: FactsSource, devices: int, *, is_forced: bool = False) -> Machine:
     """This machine with so many ranks. If it has not been measured for this task, it is now. Raises FourfoldError.
 
-    words      name the task; source: its facts
+    run        has the task; source: its facts
     is_forced  measure although other processes are at work
     """
-    from fourfold.cli.launch import launch_quietly
     from fourfold.cli.plan.calibrate import calibrate, find_calibration, format_calibrated
     from fourfold.launcher.process_defaults import MAX_DEFAULT_PROCESSES
     from fourfold.planner.predict.calibration import CalibrationError, task_key
@@ -89,8 +88,8 @@ def this_machine(words: Sequence[str], source: FactsSource, devices: int, *, is_
     key = task_key(source)
     calibration = find_calibration(key, devices)
     if calibration is None:
-        print_text(why_measured(words, key, devices))
-        measured = calibrate(words, devices, launch_quietly, key=key, is_forced=is_forced)
+        print_text(why_measured(run.words, key, devices))
+        measured = calibrate(run, devices, key=key, is_forced=is_forced)
         if measured is None:
             raise CalibrationError(Problem("the ranks that measure this machine failed", "", "fourfold doctor"))
         print_text("\n".join(format_calibrated(measured)) + "\n")
@@ -165,10 +164,10 @@ def _as_measured(calibration: "Calibration") -> Machine:
     return Machine(cluster, CalibratedPrices(calibration), f"{ranks} of this machine, as measured", is_here=True)
 
 
-def calibration_words(prepared: "Job") -> list[str]:
-    """The task of a job and the arguments that it was given, as words."""
+def calibration_run(prepared: "Job") -> Run:
+    """The task of a job and the arguments that it was given."""
     arguments = prepared.settings["extra_settings"]
-    return [prepared.task_name, *(f"{name}={_text(value)}" for name, value in sorted(arguments.items()))]
+    return Run(prepared.task_name, texts={name: _text(value) for name, value in sorted(arguments.items())})
 
 
 def _text(value: object) -> str:
