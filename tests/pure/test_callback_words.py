@@ -138,6 +138,12 @@ def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(wor
             assert "starting" not in capfd.readouterr().out
 
 
+def test_several_values_are_refused_before_a_launcher_says_that_processes_start_where_they_are_no_sweep(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "digits", "dp=2", "lr=1,2"])
+    assert "starting" not in capfd.readouterr().out
+
+
 def test_right_words_are_known_without_the_task_and_without_running_a_file():
     Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...")
     Path("config.toml").write_text("[task]\nbetas = [1, 2]\n[run]\ncallback = 'csv'\n[plan]\nzero = 1")

@@ -39,13 +39,13 @@ def test_a_word_with_several_values_is_a_list_where_its_commas_stand_between_val
     words = ["lm", "devices=8,16", "zero=1,3", "length=128,256", "data=a,b.txt", "stages=3,2", "memory=80GiB"]
     words += ["lr_milestones=0.5,0.9", "dims=heads:tp,ff:tp"]
     arguments = parse_plan_words(words)
-    found = listed(arguments, arguments.texts)
+    found = listed(arguments)
     assert found == {"devices": ["8", "16"], "zero": ["1", "3"], "length": ["128", "256"]}
     with pytest.raises(SettingError, match="a value on both sides of each comma"):
-        listed(parse_plan_words(["lm", "length=128,"]), {})
+        listed(parse_plan_words(["lm", "length=128,"]))
     many = parse_plan_words(["lm", "length=" + ",".join(map(str, range(65)))])
     with pytest.raises(SettingError, match=r"65 combinations +need at most 64"):
-        listed(many, many.texts)
+        listed(many)
 
 
 def test_a_change_replaces_a_word():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli import launch, main, run_commands
-from fourfold.cli.launch import Launched
+from fourfold.cli.launch import Ended
 from fourfold.cli.plan import auto as plan_auto
 from fourfold.cli.plan import question as plan_question
 from fourfold.cli.plan.arguments import PlanArguments
@@ -96,7 +96,7 @@ def test_confirm_runs_the_first_plans_and_the_best_baseline_and_the_measured_ord
 
     def measure(program, run, *, plans):
         ran.append((program, [Plan.from_toml(text) for text in plans], run.words))
-        return Launched(0, [0.050, 0.030])
+        return Ended(0, [0.050, 0.030])
 
     monkeypatch.setattr(launch, "launch_ranks", measure)
     ends(0, "plan", "lm", "confirm=2", "length=64", "zero=1")
@@ -117,7 +117,7 @@ def test_the_best_baseline_is_confirmed_too():
 
 
 def test_ranks_that_fail_while_plans_are_confirmed_leave_no_plan(monkeypatch):
-    monkeypatch.setattr(launch, "launch_ranks", lambda *_, **__: Launched(1))
+    monkeypatch.setattr(launch, "launch_ranks", lambda *_, **__: Ended(1))
     ends(1, "plan", "lm", "confirm=2")
     assert not Path("plan.toml").exists()
 
@@ -133,7 +133,7 @@ def test_a_training_gets_every_field_of_the_plan_that_was_decided(capsys):
 def test_a_task_of_ones_own_is_planned_as_it_trains(monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text("from fourfold.tasks import digits\n\ndef task():\n    return digits.task()\n")
     runs: list[Any] = []
-    monkeypatch.setattr(run_commands, "_becomes_forking_launcher", lambda num_processes: False)
+    monkeypatch.setattr(run_commands, "becomes_forking_launcher", lambda num_processes: False)
     monkeypatch.setattr(run_commands, "_launch_run", lambda run, _: runs.append(run) or 0)
     assert run_commands.train(["mine.py", "plan=auto", "tp=auto", "steps=3"], "4") == 0
     assert runs == [Run("mine.py", texts={"steps": "3"}, decided=BEST.plan)]

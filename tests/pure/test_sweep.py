@@ -11,7 +11,7 @@ import pytest
 from fourfold.cli.job import Job
 from fourfold.cli.run import resolve
 from fourfold.cli.run_commands import with_plan
-from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep, swept_values
+from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep
 from fourfold.words.errors import FourfoldError, SettingError
 
 TASK = """
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def prepared(*words: str) -> Sweep:
     run = resolve(["mine.py", *words])
-    return prepare_sweep(run, swept_values(run), lambda member: with_plan(member, None, None))
+    return prepare_sweep(run, run.swept_values(), lambda member: with_plan(member, None, None))
 
 
 @pytest.mark.parametrize(("words", "swept"), [
@@ -61,13 +61,13 @@ def prepared(*words: str) -> Sweep:
     (["pp=4", "stages=4,1,4,3", "program=a,b.txt"], {}),
 ])  # fmt: skip
 def test_a_comma_separates_values_unless_they_have_commas_themselves(words: list[str], swept: Any) -> None:
-    assert swept_values(resolve(["mine.py", *words])) == swept
+    assert resolve(["mine.py", *words]).swept_values() == swept
 
 
 @pytest.mark.parametrize("word", ["lr=1,", "lr=,1", "lr=1,,2", "lr=1,2,1"])
 def test_missing_and_repeated_values_are_refused(word: str) -> None:
     with pytest.raises(SettingError, match="value"):
-        swept_values(resolve(["mine.py", word]))
+        resolve(["mine.py", word]).swept_values()
 
 
 @pytest.mark.parametrize("named", [[], ["name=first"]])

@@ -40,7 +40,7 @@ main(sys.argv[1])
 PROGRAM = """
 import sys
 from fourfold.cli import launch
-from fourfold.cli.plan.calibrate import calibrate, format_calibrated
+from fourfold.cli.plan.machine import calibrate, format_calibrated
 from fourfold.cli.run import resolve
 
 def brief(command, *args, real=launch.launch, **options):

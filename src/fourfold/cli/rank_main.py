@@ -109,7 +109,7 @@ def _verify(prepared: job.Job, world: World) -> None:
 
 
 def _measure(prepared: job.Job, world: World, **conditions: Any) -> dict[str, Any]:
-    from fourfold.cli.plan.calibrate import measure_rank
+    from fourfold.cli.plan.machine import measure_rank
 
     return measure_rank(prepared, world, **conditions)
 

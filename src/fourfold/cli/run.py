@@ -23,6 +23,7 @@ from fourfold.cli.arguments import (
     ParsedValues,
     has_several_values,
     parse_values,
+    several_values,
 )
 from fourfold.cli.callback_loader import check_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
@@ -149,6 +150,13 @@ class Run:
         """A run that asks for a plan, without what only the planner reads."""
         return replace(self.without((PLAN_WORD, *self.opened)), plan_file=None, ask=None)
 
+    def swept_values(self) -> dict[str, list[str]]:
+        """The values of each key that has several; empty if this is a single run. Raises FourfoldError."""
+        if not any("," in text for text in self.texts.values()):
+            return {}
+        types = task_loader.task_arguments(task_loader.find_task(self.task))
+        return several_values(self.texts, types, where=COMMAND_LINE)
+
     @property
     def recipe_lines(self) -> list[str]:
         """What to say of the settings of the run that a recipe brings with it: those that no word replaces."""
@@ -157,25 +165,20 @@ class Run:
             return []
         return [f"{file.path}: {key} = {value}" for key, value in file.run.items() if key not in self.texts]
 
-    def values(
-        self, types: Arguments, *, has_run_dir: bool = True, errors: ErrorCollector | None = None
-    ) -> ParsedValues:
+    def values(self, types: Arguments, *, has_run_dir: bool = True, errors: ErrorCollector) -> ParsedValues:
         """The values of file and words. `types`: the arguments of the task; None: not known, only the plan's count.
 
         has_run_dir  False: without what only a run needs of a settings file
-        errors       collects what is wrong; without it, it is raised
+        errors       collects what is wrong
         """
-        collector = ErrorCollector() if errors is None else errors
         in_file, options, file = ParsedValues(), {}, self.settings_file
-        in_words = collector.attempt(parse_values, self.texts, types)
+        in_words = errors.attempt(parse_values, self.texts, types)
         if in_words is None:  # the fields of the plan can be checked all the same
             in_words = ParsedValues(plan=self.plan_in_words)
         if file is not None:
-            in_file = collector.attempt(file.parse, types) or in_file
+            in_file = errors.attempt(file.parse, types) or in_file
             if has_run_dir:
-                options = collector.attempt(options_of_file, in_file, in_words, path=file.path) or {}
-        if errors is None:
-            collector.raise_collected()
+                options = errors.attempt(options_of_file, in_file, in_words, path=file.path) or {}
         run = {key: value for key, value in in_file.run.items() if has_run_dir or key in SETTINGS_WITHOUT_RUN}
         return ParsedValues(
             in_file.plan | in_words.plan,
@@ -223,15 +226,17 @@ class Run:
         count = default_num_processes() if num_processes is None else num_processes
         return replace(plan, dp=max(1, count // (plan.mesh.size // plan.dp)))
 
-    def check(self, num_processes: int | None = None, *, has_run_dir: bool = True) -> None:
+    def check(self, num_processes: int | None = None, *, has_run_dir: bool = True, takes_lists: bool = False) -> None:
         """Raise all that can be seen to be wrong before the task is imported: a group if it is several errors.
 
         What the function of a task takes is read from its source. Where only an import can tell, nothing is said yet of
-        words that it may take. Nor of a key with several values: a sweep, or the planner, reads each of them.
+        words that it may take.
+
+        takes_lists  a key may have several values: a sweep, or the planner, checks each of them
         """
         errors, asks_plan = ErrorCollector(), self.asks_plan
         types = errors.attempt(task_loader.arguments_in_source, self.task)
-        lists = [key for key, text in self.texts.items() if has_several_values(key, text, types or {})]
+        lists = [key for key, text in self.texts.items() if takes_lists and has_several_values(key, text, types or {})]
         single = (self.asked if asks_plan else self).without(lists)
         values = single.values(types, has_run_dir=has_run_dir, errors=errors)
         spec = single.texts.get(CALLBACK_WORD) if types is None else values.run.get(CALLBACK_WORD)

@@ -7,19 +7,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli import sigint
 from fourfold.cli.launch import (
-    can_fork,
-    import_once,
+    becomes_forking_launcher,
     launch,
     launch_ranks,
     print_error,
     run_in_copy,
-    set_launch_variables,
 )
 from fourfold.cli.output import print_text, write_file
 from fourfold.environment import early_sigterm
@@ -41,23 +38,25 @@ NEEDED_PLAN = "a plan or settings file, or fields of a plan"
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, sweep
     from fourfold.cli.run import resolve
     from fourfold.launcher.process_defaults import check_num_processes
 
     world = from_environment()
     required = check_num_processes(processes, world)
     run = resolve(words)
-    run.check(required)
-    if swept := sweep.swept_values(run):
+    run.check(required, takes_lists=True)
+    if swept := run.swept_values():
         return _train_sweep(run, swept, required, world)
     run = with_plan(run, required, world)
-    if is_reporter := world is None or world.rank == 0:
-        for line in run.recipe_lines:
-            print(line, flush=True)
-    if world is None and _becomes_forking_launcher(run.num_ranks):
-        checked = run_in_copy(lambda: dataclasses.asdict(_check_run(job.prepare_job(run), is_reporter=True)))
-        return checked if isinstance(checked, int) else _launch_run(run, _CheckedRun(**checked), is_forked=True)
+    is_reporter = world is None or world.rank == 0
+    becomes_launcher = world is None and becomes_forking_launcher(run.num_ranks)
+    for line in run.recipe_lines if is_reporter else ():
+        print(line, flush=True)
+    from fourfold.cli import job  # not on top: it takes a while, in which nothing is printed
+
+    if becomes_launcher:
+        copy = run_in_copy(lambda: _check_run(job.prepare_job(run), is_reporter=True))
+        return copy.exit_code or _launch_run(run, _CheckedRun(*copy.result), is_forked=True)
     ready = job.prepare_job(run)
     checked = _check_run(ready, is_reporter=is_reporter, has_own_ranks=world is None)
     if world is None and run.num_ranks > 1:
@@ -86,19 +85,7 @@ def _launch_run(run: "Run", checked: "_CheckedRun", *, is_forked: bool = False) 
     return launch_ranks("train", run, policy=_supervision_policy(checked), is_forked=is_forked).exit_code
 
 
-def _becomes_forking_launcher(num_processes: int) -> bool:
-    """Print how many processes are about to start. True if this process has become a launcher that forks them."""
-    forks = num_processes > 1 and can_fork()
-    if forks:
-        set_launch_variables(num_processes)
-    print(f"starting {num_processes} process{'es' if num_processes > 1 else ''}", flush=True)
-    if forks:
-        import_once()
-    return forks
-
-
-@dataclass(frozen=True)
-class _CheckedRun:
+class _CheckedRun(NamedTuple):
     """What a launcher needs to know of a run that may begin."""
 
     run_dir: str
@@ -281,9 +268,8 @@ def verify(words: Sequence[str], processes: str | None) -> int:
         check_verifiable(run.plan())
         return job.prepare_job(run, has_run_dir=False)
 
-    if world is None and _becomes_forking_launcher(run.num_ranks):
-        failed = run_in_copy(lambda: {"ready": bool(check())})
-        return failed if isinstance(failed, int) else launch_ranks("verify", run, is_forked=True).exit_code
+    if world is None and becomes_forking_launcher(run.num_ranks):
+        return run_in_copy(lambda: bool(check())).exit_code or launch_ranks("verify", run, is_forked=True).exit_code
     ready = check()
     if world is None and run.num_ranks > 1:
         return launch_ranks("verify", run).exit_code

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.cli import job, task_loader
-from fourfold.cli.arguments import several_values
+from fourfold.cli import job
 from fourfold.cli.errors import ErrorCollector, report_error
 from fourfold.cli.output import print_text
 from fourfold.cli.run import Run
@@ -40,14 +39,6 @@ class Sweep(NamedTuple):
 
     keys: tuple[str, ...]
     members: tuple[Member, ...]
-
-
-def swept_values(run: Run) -> dict[str, list[str]]:
-    """The values of each swept key; empty if the command is a single run. Raises FourfoldError."""
-    if not any("," in text for text in run.texts.values()):
-        return {}
-    types = task_loader.task_arguments(task_loader.find_task(run.task))
-    return several_values(run.texts, types, where="the command line")
 
 
 def prepare_sweep(run: Run, swept: Mapping[str, list[str]], with_plan: Callable[[Run], Run]) -> Sweep:

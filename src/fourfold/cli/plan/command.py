@@ -49,9 +49,9 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     if run is not None:
         arguments = run.arguments(arguments)
     elif name != GPT:
-        arguments.run.without_plan.check(has_run_dir=False)
+        arguments.run.without_plan.check(has_run_dir=False, takes_lists=True)
     questions = Questions(arguments, devices=devices)
-    if lists := plan_what_if.listed(arguments, arguments.texts):
+    if lists := plan_what_if.listed(arguments):
         return _show_curves(questions, arguments, lists)
     if "out" in arguments.own or arguments.value("confirm"):
         check_out(arguments)
@@ -61,8 +61,7 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.plan.calibrate import calibrate, format_calibrated
-    from fourfold.cli.plan.machine import calibration_run
+    from fourfold.cli.plan.machine import calibrate, calibration_run, format_calibrated
     from fourfold.launcher.process_defaults import default_num_processes
     from fourfold.planner.predict.calibration import task_key
 

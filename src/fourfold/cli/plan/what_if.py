@@ -20,9 +20,9 @@ from fourfold.words.field import Field
 MAX_POINTS = 64
 
 
-def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
-    """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
-    own = {key: text.split(",") for key, text in texts.items() if key in LIST_WORDS and "," in text}
+def listed(arguments: PlanArguments) -> dict[str, list[str]]:
+    """The values of each word that is a list, as typed. Raises SettingError."""
+    own = {key: text.split(",") for key, text in arguments.texts.items() if key in LIST_WORDS and "," in text}
     with_commas = {key: text for key, text in arguments.run.texts.items() if "," in text}
     types = _value_types(arguments) if with_commas else {}
     found = own | several_values(with_commas, types, where=WHERE)
