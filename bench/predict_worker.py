@@ -23,6 +23,7 @@ import fourfold as ff
 from bench.measurement import PeakMemory
 from bench.predict_tasks import NUM_BATCHES
 from fourfold.cli import job
+from fourfold.cli.run import resolve
 from fourfold.feed.feed import Feed
 from fourfold.torch_kit.memory import memory_use
 from fourfold.words.task import Task
@@ -37,7 +38,7 @@ def parse_plan(configuration: str) -> ff.Plan:
 
 def parse_task(text: str) -> Task:
     """The task that words name, with the words of its arguments."""
-    return job.parse_job(text.split(), has_run_dir=False).task
+    return job.parse_job(resolve(text.split()), has_run_dir=False).task
 
 
 class Training:

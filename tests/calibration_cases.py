@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from fourfold.cli.plan.calibrate import threads_of_rank
+from fourfold.cli.plan.machine import threads_of_rank
 from fourfold.planner.calibrate.timing import this_machine
 from fourfold.planner.predict.calibration import (
     Calibration,

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fourfold.cli.plan import calibrate as plan_calibrate
+from fourfold.cli.launch import Ended
 from fourfold.cli.plan import machine as plan_machine
-from fourfold.cli.plan.calibrate import Calibrated, calibrate, format_calibrated, threads_of_rank
+from fourfold.cli.plan.machine import Calibrated, calibrate, format_calibrated, threads_of_rank
+from fourfold.cli.run import Run
 from fourfold.planner.calibrate import timing
 from fourfold.planner.calibrate.segments import BLOCKS_OF_A_KIND, SegmentClock, cuts_of, shorten
 from fourfold.planner.calibrate.timing import Busy, busiest_processes, check_quiet, is_steady, this_machine
@@ -179,27 +179,22 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
 
-    def launch(command, num_ranks):
-        raise AssertionError("measured")
-
+    monkeypatch.setattr(plan_machine, "launch_ranks", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(CalibrationError, match="could not be written"):
-        calibrate(["digits"], 1, launch, key="key", is_forced=True)
+        calibrate(Run("digits"), 1, key="key", is_forced=True)
 
 
 def test_what_was_measured_is_used_though_it_cannot_be_stored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def launch(command, num_ranks):
-        result = Path(command[3])
-        result.write_text("[]")
-        result.with_name("calibration.json").write_bytes(encode_calibration(calibration()))
-        return 0
+    result = {"calibration": encode_calibration(calibration()).decode(), "left_out": []}
+    monkeypatch.setattr(plan_machine, "launch_ranks", lambda *_, **__: Ended(0, result))
 
     def is_full(path, calibration):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(plan_calibrate, "write_calibration", is_full)
-    measured = calibrate(["digits"], 1, launch, key="key", is_forced=True)
+    monkeypatch.setattr(plan_machine, "write_calibration", is_full)
+    measured = calibrate(Run("digits"), 1, key="key", is_forced=True)
     assert measured is not None
     assert measured.calibration == calibration()
     assert format_calibrated(measured)[-1].endswith("no space left on device")
@@ -208,8 +203,8 @@ def test_what_was_measured_is_used_though_it_cannot_be_stored(monkeypatch, tmp_p
 def test_a_question_is_answered_by_what_was_measured_though_it_is_not_stored(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = Calibrated(calibration(), tmp_path / "x", [], 1.0, "no space left on device")
-    monkeypatch.setattr(plan_calibrate, "calibrate", lambda *_, **__: measured)
-    asked = plan_machine.this_machine(["mine"], ChainFacts(), 1)
+    monkeypatch.setattr(plan_machine, "calibrate", lambda *_, **__: measured)
+    asked = plan_machine.this_machine(Run("mine"), ChainFacts(), 1)
     assert (asked.is_here, asked.cluster.num_devices) == (True, measured.calibration.machine.ranks_per_host)
     assert "no space left on device" in capsys.readouterr().out
 

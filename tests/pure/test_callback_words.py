@@ -9,10 +9,10 @@ from fourfold.callbacks import CSV, EarlyStopping
 from fourfold.cli import main
 from fourfold.cli.arguments import parse_values
 from fourfold.cli.callback_loader import load_callbacks
-from fourfold.cli.job import parse_job
 from fourfold.cli.run import resolve
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
 from fourfold.words.errors import SettingError
+from tests.jobs import parse_job
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -127,6 +127,7 @@ def test_a_callback_in_the_file_of_the_task_is_of_the_same_module(capfd):
     "csv.folder=x",
     "callback=csv callback=early_stopping early_stopping.patience=x",
     "seed=x",
+    "widht=3",
 ])  # fmt: skip
 def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(word, capfd):
     Path("mine.py").write_text("raise SystemExit('the file was run')")
@@ -137,12 +138,22 @@ def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(wor
             assert "starting" not in capfd.readouterr().out
 
 
+def test_several_values_are_refused_before_a_launcher_says_that_processes_start_where_they_are_no_sweep(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "digits", "dp=2", "lr=1,2"])
+    assert "starting" not in capfd.readouterr().out
+
+
 def test_right_words_are_known_without_the_task_and_without_running_a_file():
     Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...")
     Path("config.toml").write_text("[task]\nbetas = [1, 2]\n[run]\ncallback = 'csv'\n[plan]\nzero = 1")
     words = ["mine.py", "callback=csv,mine.py:made", "csv.folder=x", "betas=1,2", "seed=3"]
-    assert resolve(words).planned_size(3) == resolve([*words, "config.toml"]).planned_size(3) == 3
-    assert resolve([*words, "keep=x"]).planned_size(3) is None
+    for known in (words, [*words, "config.toml"]):
+        resolve(known).check(3)
+        assert resolve(known).plan(3).mesh.size == 3
+    for wrong in ("keep=x", "bettas=1", "betas=x", "csv.foldr=x"):
+        with pytest.raises(SettingError, match=wrong.partition("=")[0]):
+            resolve([*words, wrong]).check(3)
 
 
 def test_early_stopping_without_evaluations_is_refused_before_any_process_starts(capfd):

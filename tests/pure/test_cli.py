@@ -9,18 +9,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.cli import main, sigint
-from fourfold.cli.arguments import SETTINGS, argument_types, parse_values
+from fourfold.cli.arguments import SETTINGS, ParsedValues, argument_types, parse_values
 from fourfold.cli.errors import nearest_file, report_error
 from fourfold.cli.run import Run, resolve
-from fourfold.cli.task_loader import is_script
+from fourfold.cli.task_loader import (
+    ANY_TEXT,
+    BUILT_IN,
+    arguments_in_source,
+    find_task,
+    is_script,
+    task_arguments,
+)
 from fourfold.environment import malloc
 from fourfold.environment.world import World, num_cores
 from fourfold.launcher.process_defaults import check_num_processes, loopback_variables, thread_variables
-from fourfold.words.errors import SettingError
+from fourfold.words.errors import SettingError, TaskError
 from fourfold.words.field import Field
 
 TASK = """
@@ -227,7 +235,7 @@ def test_an_indivisible_batch_is_refused_and_divisible_ones_suggested(
 def test_a_task_file_that_does_not_import_is_reported_with_the_users_lines(
     refused: Refused, code: str, error: str
 ) -> None:
-    Path("broken.py").write_text(code)
+    Path("broken.py").write_text(f"{code}\n\n\ntask = None\n")
     text = refused("train", "broken.py", "-n", "2")
     assert text.startswith("TaskError: broken.py does not import")
     assert error in text
@@ -371,8 +379,54 @@ def test_text_of_the_wrong_type_does_not_parse(kind: Field, text: str) -> None:
         kind.parse(text)
 
 
+SOURCES = """
+from functools import partial
+from other import imported
+import fourfold as ff
+LAYERS = 3
+
+def plain(first=4, width=4, *, lr: "float | None" = 1, bias=True, data: str | None = None, betas: tuple = (1, 2)): ...
+def odd(layers: int = LAYERS, size: ff.Size = 3, any_value=None, **others): ...
+task = ff.Task(model=None)
+made = partial(plain, width=5)
+@partial
+def wrapped(width=4): ...
+def twice(width=4): ...
+if LAYERS:
+    def twice(height=4): ...
+"""
+
+
+def test_what_the_source_of_a_task_says_of_its_arguments_is_what_its_import_says(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCES)
+    plain = arguments_in_source("mine.py:plain")
+    scope: dict[str, Any] = {}
+    exec("\n".join(line for line in SOURCES.splitlines() if line.startswith("def plain")), scope)
+    assert plain is not None
+    assert [*plain.items()] == [*argument_types(scope["plain"]).items()]
+    odd = arguments_in_source("mine.py:odd")
+    assert odd is not None
+    assert odd["layers"].parse("any, text") == odd["size"].parse("any, text") == odd["any_value"].parse("any, text")
+    assert arguments_in_source("mine.py") == {}
+    for name in ("made", "wrapped", "twice", "imported", "LAYERS"):
+        assert arguments_in_source(f"mine.py:{name}") is None, name
+    with pytest.raises(TaskError, match=r"no plane +need a Task, or a function that returns one +try mine.py:plain"):
+        arguments_in_source("mine.py:plane")
+    with pytest.raises(TaskError, match=r"no nothing .* try mine.py:task"):
+        arguments_in_source("mine.py:nothing")
+    for way in ("from other import *", "globals()['nothing'] = task", "def __getattr__(name): ..."):
+        Path("open.py").write_text(f"{SOURCES}\n{way}\n")
+        assert arguments_in_source("open.py:nothing") is None
+    for name in BUILT_IN:
+        found, imported = arguments_in_source(name), task_arguments(find_task(name))
+        assert found is not None
+        assert found.keys() == imported.keys()
+        assert all(found[key] in (imported[key], ANY_TEXT) for key in found)
+
+
 def test_settings_of_an_unknown_task_are_not_checked() -> None:
-    assert parse_values({"whatever": "3"}, None).task == {}
+    assert parse_values({"whatever": "3", "steps": "x"}, None) == ParsedValues()
 
 
 # ---- processes and threads
@@ -604,7 +658,7 @@ def test_a_command_runs_with_stdin_and_stdout_closed():
 
 MISSING = """
 import sys
-from fourfold.cli.run import check_named_files
+from fourfold.cli.run import resolve
 for words, expected in {
     "train": ("nofile.py:task", "nofile.py (no such file)"),
     "hf": ("hf:no.json", "no.json (no such file)"),
@@ -619,15 +673,15 @@ for words, expected in {
     "one of several callbacks": ("mine.py callback=csv,tensorbord", "try tensorboard"),
 }.values():
     try:
-        check_named_files(words.split())
+        resolve(words.split()).check()
     except Exception as error:
         assert expected in str(error), (words, error)
     else:
         raise AssertionError(words)
-check_named_files(["mine.py"])
-check_named_files(["mine.py:task", "init=no", "tensor=no"])  # the task's own
+resolve(["mine.py"]).check()
+resolve(["mine.py:task", "init=no", "tensor=3"]).check()  # the task's own
 try:
-    check_named_files("no.py init=no tensor=no.toml".split())
+    resolve("no.py init=no tensor=no.toml".split()).check()
 except Exception as error:
     assert "no.py" in str(error), error
 from fourfold.cli.feed_pack import run_pack, run_show, run_verify

@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli import main, run_commands
+from fourfold.cli import launch, main, run_commands
+from fourfold.cli.launch import Ended
 from fourfold.cli.plan import auto as plan_auto
 from fourfold.cli.plan import question as plan_question
-from fourfold.cli.plan import timing as plan_timing
+from fourfold.cli.plan.arguments import PlanArguments
 from fourfold.cli.plan.command import candidates_of
 from fourfold.cli.plan.machine import Machine
 from fourfold.cli.plan.question import Question, Questions
-from fourfold.cli.run import resolve
+from fourfold.cli.run import Run, resolve
 from fourfold.cli.run_commands import train
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.calibration import calibration_path, decode_calibration, task_key, write_calibration
 from fourfold.planner.predict.gpt_facts import GptFacts
+from fourfold.words.errors import PlanError
 from tests.calibration_cases import calibration, pretend_measured
 from tests.decision_cases import BEST, DECISION, EQUAL, PLAIN, SLOW, prediction
+from tests.jobs import parse_job
 
 GPT = GptFacts(layers=2, width=64, heads=4, vocabulary=96, length=32, batch_size=8)
 HERE: Any = Machine(None, None, "4 ranks of this machine, as measured", is_here=True)  # type: ignore[arg-type]
@@ -91,13 +94,13 @@ def test_the_page_is_written_where_told_and_a_place_that_cannot_be_is_an_error(c
 def test_confirm_runs_the_first_plans_and_the_best_baseline_and_the_measured_order_decides(monkeypatch, capsys):
     ran = []
 
-    def measure(plans, words, launch):
-        ran.append((plans, words))
-        return [0.050, 0.030]
+    def measure(program, run, *, plans):
+        ran.append((program, [Plan.from_toml(text) for text in plans], run.words))
+        return Ended(0, [0.050, 0.030])
 
-    monkeypatch.setattr(plan_timing, "measure_plans", measure)
+    monkeypatch.setattr(launch, "launch_ranks", measure)
     ends(0, "plan", "lm", "confirm=2", "length=64", "zero=1")
-    assert ran == [([BEST.plan, EQUAL.plan], ["lm", "length=64"])]
+    assert ran == [("time", [BEST.plan, EQUAL.plan], ["lm", "length=64"])]
     assert Plan.from_toml(Path("plan.toml").read_text()) == EQUAL.plan
     assert "# measured: 30.0 ms a step\n" in Path("plan.toml").read_text()
     lines = capsys.readouterr().out.splitlines()
@@ -114,14 +117,14 @@ def test_the_best_baseline_is_confirmed_too():
 
 
 def test_ranks_that_fail_while_plans_are_confirmed_leave_no_plan(monkeypatch):
-    monkeypatch.setattr(plan_timing, "measure_plans", lambda *_: None)
+    monkeypatch.setattr(launch, "launch_ranks", lambda *_, **__: Ended(1))
     ends(1, "plan", "lm", "confirm=2")
     assert not Path("plan.toml").exists()
 
 
 def test_a_training_gets_every_field_of_the_plan_that_was_decided(capsys):
-    words = plan_auto.resolve_words(["digits", "plan=auto", "steps=3"], num_processes=4, world=None)
-    assert words == ["digits", "steps=3", "dp=4", "zero=1"]
+    run = plan_auto.with_plan(resolve(["digits", "plan=auto", "steps=3"]), num_processes=4, world=None)
+    assert run == Run("digits", texts={"steps": "3"}, decided=BEST.plan)
     out = capsys.readouterr().out
     assert out.startswith("plan   dp=4 zero=1: 41.0 ms a step, 1.20 GiB a rank, the best of 312 plans")
     assert "\nwhy    against data parallel, zero 1: it is the best baseline\n" in out
@@ -130,17 +133,15 @@ def test_a_training_gets_every_field_of_the_plan_that_was_decided(capsys):
 def test_a_task_of_ones_own_is_planned_as_it_trains(monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text("from fourfold.tasks import digits\n\ndef task():\n    return digits.task()\n")
     runs: list[Any] = []
-    monkeypatch.setattr(run_commands, "_becomes_forking_launcher", lambda num_processes: False)
-    monkeypatch.setattr(run_commands, "_launch_run", lambda run: runs.append(run) or 0)
+    monkeypatch.setattr(run_commands, "becomes_forking_launcher", lambda num_processes: False)
+    monkeypatch.setattr(run_commands, "_launch_run", lambda run, _: runs.append(run) or 0)
     assert run_commands.train(["mine.py", "plan=auto", "tp=auto", "steps=3"], "4") == 0
-    assert runs[0].words == ["mine.py", "steps=3", "dp=4", "zero=1"]
+    assert runs == [Run("mine.py", texts={"steps": "3"}, decided=BEST.plan)]
 
 
 def kept_run(*words: str) -> Path:
     """The folder of a run of digits that began with these words."""
-    from fourfold.cli import job
-
-    folder = job.parse_job(["digits", *words]).run_dir
+    folder = parse_job(["digits", *words]).run_dir
     folder.mkdir(parents=True)
     (folder / "plan.toml").write_text(Plan(dp=2, tp=2).to_toml())
     return folder
@@ -148,14 +149,18 @@ def kept_run(*words: str) -> Path:
 
 def test_a_run_that_resumes_keeps_its_plan(monkeypatch, capsys):
     folder = kept_run("steps=3")
-    words = ["digits", "plan=auto", "steps=3"]
-    assert plan_auto.resolve_words(words, num_processes=4, world=None)[2:] == ["dp=2", "tp=2"]
-    assert plan_auto.resolve_words(words, num_processes=None, world=None)[2:] == ["dp=2", "tp=2"]
+    words, kept = ["digits", "plan=auto", "steps=3"], Plan(dp=2, tp=2)
+
+    def decided(*more: str, num_processes: int | None) -> Plan | None:
+        return plan_auto.with_plan(resolve([*words, *more]), num_processes=num_processes, world=None).decided
+
+    assert decided(num_processes=4) == decided(num_processes=None) == kept
     assert f"plan   dp=2 tp=2, kept from {folder}\n" in capsys.readouterr().out
     # On another number of ranks, with a field that it does not have, or if it starts over, the run is planned again.
-    assert plan_auto.resolve_words(words, num_processes=8, world=None)[2:] == ["dp=4", "zero=1"]
-    assert "dp=4" in plan_auto.resolve_words([*words, "zero=1"], num_processes=4, world=None)
-    assert plan_auto.resolve_words([*words, "fresh=true"], num_processes=4, world=None)[3:] == ["dp=4", "zero=1"]
+    with pytest.raises(PlanError, match="need the number of ranks, 8"):  # the answer here is always for four
+        decided(num_processes=8)
+    assert decided("zero=1", num_processes=4) == BEST.plan
+    assert decided("fresh=true", num_processes=4) == BEST.plan
 
 
 def test_another_launcher_is_told_to_plan_first(monkeypatch, capsys):
@@ -169,7 +174,7 @@ def test_another_launcher_is_told_to_plan_first(monkeypatch, capsys):
 
 
 def test_the_words_of_the_planner_are_no_unknown_settings_of_a_training(monkeypatch):
-    monkeypatch.setattr(plan_auto, "resolve_words", lambda words, **_: pytest.exit(" ".join(words)))
+    monkeypatch.setattr(plan_auto, "with_plan", lambda run, **_: pytest.exit(" ".join(run.words)))
     words = ["digits", "ask:dapple", "plan=auto", "zero=auto", "seed=3"]
     with pytest.raises(pytest.exit.Exception, match=" ".join(words)):
         train(words, "4")
@@ -177,19 +182,19 @@ def test_the_words_of_the_planner_are_no_unknown_settings_of_a_training(monkeypa
 
 def test_pinned_fields_come_from_the_words_the_file_and_the_ask(tmp_path):
     Path("ask.toml").write_text('version = 1\ndevices = 8\ntp = 2\nzero = 1\nprecision = "auto"\n')
-    arguments = plan_question.PlanArguments(others=("digits", "ask.toml", "zero=3", "batch_size=64"))
-    ask = plan_question.read_ask(arguments, resolve(arguments.others), devices=None)
+    run = resolve(["digits", "ask.toml", "zero=3", "batch_size=64"])
+    ask = plan_question.read_ask(PlanArguments(run), devices=None)
     assert dict(ask.pinned) == {"tp": 2, "zero": 3}
     assert (ask.devices, ask.requested) == (8, ("precision",))
-    assert plan_question.task_words(arguments) == ["digits", "batch_size=64"]
+    assert run.without_plan.words == ["digits", "batch_size=64"]
     settings = Path("run.toml")
     settings.write_text('[task]\nname = "digits"\n[plan]\ndp = 2\n')
-    arguments = plan_question.PlanArguments(others=("run.toml", "zero=auto"))
-    ask = plan_question.read_ask(arguments, resolve(arguments.others), devices=4)
+    arguments = PlanArguments(resolve(["run.toml", "zero=auto"]))
+    ask = plan_question.read_ask(arguments, devices=4)
     assert dict(ask.pinned) == {"dp": 2}
     assert ask.is_open("zero")
     kept = dataclasses.replace(arguments, kept={"codec": "topk"})
-    assert dict(plan_question.read_ask(kept, resolve(kept.others), devices=4).pinned) == {"codec": "topk"}
+    assert dict(plan_question.read_ask(kept, devices=4).pinned) == {"codec": "topk"}
 
 
 def test_a_measured_machine_with_gpus_has_the_memory_of_the_smallest(tmp_path, monkeypatch):

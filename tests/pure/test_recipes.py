@@ -5,12 +5,12 @@ import sys
 import pytest
 
 from fourfold.cli import main
-from fourfold.cli.job import parse_job, prepare_job
 from fourfold.cli.plan.question import trained_task
 from fourfold.cli.run import resolve
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import SHIPPED_PLANS, recipe_fields, recipe_summary
 from fourfold.words.errors import FourfoldError, PlanError
+from tests.jobs import parse_job, prepare_job
 
 
 def test_a_recipe_is_the_plan_in_its_file_with_fields_of_ones_own():
@@ -49,7 +49,7 @@ def test_a_recipe_brings_settings_of_the_run_which_words_replace():
         assert (job.task.clip, job.plan) == (clip, Plan.recipe("pipedream"))
         said = resolve(["digits", "recipe:pipedream", *words]).recipe_lines
         assert said == ([] if words else ["recipe:pipedream: clip = none"])
-    source = trained_task(["lm", "recipe:pipedream"]).source
+    source = trained_task(resolve(["lm", "recipe:pipedream"])).source
     assert source.update_spec.clip is None
 
 

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.cli.job import Job, parse_job
+from fourfold.cli.job import Job
 from fourfold.plan.decode import format_pair, format_table, format_value, from_toml
 from fourfold.tasks import lm
 from fourfold.trainer.settings import Settings
 from fourfold.words.errors import FourfoldError
 from fourfold.words.field import Field
+from tests.jobs import parse_job
 
 TASK = """
 import torch

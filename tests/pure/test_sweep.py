@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep, swept_values
+from fourfold.cli.job import Job
+from fourfold.cli.run import resolve
+from fourfold.cli.run_commands import with_plan
+from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep
 from fourfold.words.errors import FourfoldError, SettingError
 
 TASK = """
@@ -40,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def prepared(*words: str) -> Sweep:
-    return prepare_sweep(["mine.py", *words], swept_values(["mine.py", *words]), num_processes=None)
+    run = resolve(["mine.py", *words])
+    return prepare_sweep(run, run.swept_values(), lambda member: with_plan(member, None, None))
 
 
 @pytest.mark.parametrize(("words", "swept"), [
@@ -57,13 +61,13 @@ def prepared(*words: str) -> Sweep:
     (["pp=4", "stages=4,1,4,3", "program=a,b.txt"], {}),
 ])  # fmt: skip
 def test_a_comma_separates_values_unless_they_have_commas_themselves(words: list[str], swept: Any) -> None:
-    assert swept_values(["mine.py", *words]) == swept
+    assert resolve(["mine.py", *words]).swept_values() == swept
 
 
 @pytest.mark.parametrize("word", ["lr=1,", "lr=,1", "lr=1,,2", "lr=1,2,1"])
 def test_missing_and_repeated_values_are_refused(word: str) -> None:
     with pytest.raises(SettingError, match="value"):
-        swept_values(["mine.py", word])
+        resolve(["mine.py", word]).swept_values()
 
 
 @pytest.mark.parametrize("named", [[], ["name=first"]])
@@ -107,8 +111,8 @@ def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[
     sweep = prepared("lr=1,2,3,4", "dp=1")
     tried = []
 
-    def train(words: Any) -> int:
-        member = next(each for each in sweep.members if each.words == tuple(words))
+    def train(job: Job) -> int:
+        member = next(each for each in sweep.members if each.job is job)
         tried.append(member)
         if member.values == ("1",):
             return 1
@@ -133,7 +137,7 @@ def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[
 def test_a_stop_ends_the_sweep_with_its_code(code: int, capfd: pytest.CaptureFixture[str]) -> None:
     sweep = prepared("lr=5,6,7", "dp=1")
     codes = iter([1, code])
-    assert run_sweep(sweep, lambda words: next(codes)) == code
+    assert run_sweep(sweep, lambda job: next(codes)) == code
     out = capfd.readouterr().out
     assert "stopped" in out
     assert "not begun" in out

@@ -9,7 +9,6 @@ import torch
 from torch.utils import data
 
 import fourfold as ff
-from fourfold.cli import job as cli_job
 from fourfold.feed.source import TensorSource
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
@@ -18,6 +17,7 @@ from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
 from fourfold.verification.command import verify
 from fourfold.words.errors import DataError, FourfoldError, SettingError, TaskError
+from tests.jobs import prepare_job
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
 
@@ -209,7 +209,7 @@ def task():
 def test_the_command_line_takes_epochs_and_the_batch_size_of_the_loader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(TASK_FILE)
-    job = cli_job.prepare_job(["mine.py", "epochs=3", "drop_last=true"], num_processes=1)
+    job = prepare_job(["mine.py", "epochs=3", "drop_last=true"], num_processes=1)
     messages = []
 
     class Display:
@@ -225,14 +225,14 @@ def test_the_command_line_takes_epochs_and_the_batch_size_of_the_loader(tmp_path
     assert result.steps == 9  # 3 epochs of 3 whole batches
     assert "3 epochs of 22 samples, in batches of 6: 3 steps each, 9 in all" in messages
     assert "train: shuffled by the feed and its seed, not by the sampler of the DataLoader" in messages
-    again = cli_job.prepare_job(["mine.py", "epochs=3", "drop_last=true"], num_processes=1)
+    again = prepare_job(["mine.py", "epochs=3", "drop_last=true"], num_processes=1)
     assert again.run_dir == job.run_dir
-    resolved = cli_job.prepare_job([str(job.run_dir / "config.toml")], num_processes=1)
+    resolved = prepare_job([str(job.run_dir / "config.toml")], num_processes=1)
     assert resolved.identity == job.identity
     with pytest.raises(FourfoldError, match="batch_size = 6, dp = 4"):
-        cli_job.prepare_job(["mine.py", "dp=4"], num_processes=4)
+        prepare_job(["mine.py", "dp=4"], num_processes=4)
     with pytest.raises(FourfoldError, match="steps = 4 and epochs = 3"):
-        cli_job.prepare_job(["mine.py", "epochs=3", "steps=4"], num_processes=1)
+        prepare_job(["mine.py", "epochs=3", "steps=4"], num_processes=1)
 
 
 def test_a_task_without_any_size_has_1000_steps_of_32_samples():

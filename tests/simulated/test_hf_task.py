@@ -14,7 +14,7 @@ from fourfold.checkpoint.checkpoints import Checkpoints
 from fourfold.checkpoint.export import export_pretrained
 from fourfold.checkpoint.initial_weights import check_weights, initial_model_of_files, load_weights
 from fourfold.checkpoint.store import CheckpointStore
-from fourfold.cli.job import parse_job, run_prefix
+from fourfold.cli.job import run_prefix
 from fourfold.cli.settings_file import read_settings_file
 from fourfold.cli.task_loader import find_task, make_task, task_arguments
 from fourfold.feed.source import fetch
@@ -29,6 +29,7 @@ from fourfold.words.errors import CheckpointError, FourfoldError, TaskError
 from fourfold.words.task import Task
 from tests import cases
 from tests.cases import SEED_LOCK
+from tests.jobs import parse_job
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -11,10 +11,10 @@ import torch
 
 import fourfold as ff
 from bench.lr_schedules import train
-from fourfold.cli.job import parse_job
 from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.settings import make_settings
 from fourfold.words.errors import SettingError
+from tests.jobs import parse_job
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
 

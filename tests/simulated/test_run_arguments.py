@@ -11,9 +11,10 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fourfold as ff
-from fourfold.cli.job import Job, parse_job
+from fourfold.cli.job import Job
 from fourfold.report.run_record import read_run
 from fourfold.trainer.settings import recorded_settings
+from tests.jobs import parse_job
 
 TASK = """
 import torch

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli.job import parse_job, prepare_job
 from fourfold.cli.run_commands import show
 from fourfold.words.errors import FourfoldError
+from tests.jobs import parse_job, prepare_job
 
 MODELS = """
 import torch

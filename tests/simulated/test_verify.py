@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fourfold as ff
 from fourfold.cli import verify as command
 from fourfold.cli.job import Job
+from fourfold.cli.run import Run
 from fourfold.comm.codec.int8 import Int8
 from fourfold.comm.collectives import sum_in_order
 from fourfold.comm.reduce import host
@@ -237,12 +238,12 @@ def test_the_table_shows_what_was_compared_and_what_was_left_out():
 
 def test_deviations_are_named_and_give_exit_code_1():
     verdict = compared((1e-12, 0.0), (1e-3, 1e-5), (1e-3, float("nan")))
-    job = Job(task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
+    job = Job(Run(), task=task(), plan=Plan(), settings={"task_name": "lm"}, identity={})
     with (
         mock.patch("fourfold.verification.command.verify", return_value=verdict),
         pytest.raises(command.VerifyError) as caught,
     ):
-        command.verify(job, None)
+        command.verify(job)
     assert caught.value.exit_code == 1
     assert "the weight of a deviates by 1.0e-05 at step 2, the first" in str(caught.value)
     assert "the loss deviates by 1.0e-03 at step 2, the first" in str(caught.value)

@@ -20,7 +20,6 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.axes.context.work.context_group import connect_context
-from fourfold.cli.job import parse_job
 from fourfold.comm import init
 from fourfold.comm.meter import CommMeter
 from fourfold.plan.codec import codec_rounds
@@ -34,6 +33,7 @@ from fourfold.words.errors import DivergenceError, FourfoldError, PlanError
 from tests import attention_oracle, callback_runs, codec_oracle, local_sgd_oracle, precision_oracle
 from tests import cases as cases_module
 from tests.cases import Case
+from tests.jobs import parse_job
 
 
 def deviation(host: str | None = None, **fields: Any) -> dict[str, Any]:

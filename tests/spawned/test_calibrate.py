@@ -34,21 +34,21 @@ BRIEF = """
 import sys
 from fourfold.planner.calibrate import rank
 rank.STEADY_SECONDS = 0.0  # whatever the numbers are, each is taken as few times as it must
-from fourfold.cli.plan.calibrate import main
-main(*sys.argv[1:3], sys.argv[3:])
+from fourfold.cli.rank_main import main
+main(sys.argv[1])
 """
 PROGRAM = """
 import sys
-from fourfold.cli.plan.calibrate import calibrate, format_calibrated
-from fourfold.launcher.local_job import launch
+from fourfold.cli import launch
+from fourfold.cli.plan.machine import calibrate, format_calibrated
+from fourfold.cli.run import resolve
 
-def start(command, num_ranks):
-    assert command[:2] == ["-m", "fourfold.cli.plan.calibrate"]
-    result = launch(["brief.py", *command[2:]], num_processes=num_ranks)
-    print(result.text, file=sys.stderr)
-    return result.exit_code
+def brief(command, *args, real=launch.launch, **options):
+    assert command[:2] == ["-m", "fourfold.cli.rank_main"]
+    return real(["brief.py", *command[2:]], *args, **options)
 
-calibrated = calibrate(sys.argv[1:], 2, start, key="tiny", is_forced=True)
+launch.launch = brief
+calibrated = calibrate(resolve(sys.argv[1:]), 2, key="tiny", is_forced=True)
 if calibrated is None:
     sys.exit("the ranks failed")
 print(calibrated.path)

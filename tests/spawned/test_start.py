@@ -141,6 +141,12 @@ def test_a_check_that_fails_is_reported_once_and_starts_no_rank(
     assert not (tmp_path / "rank-0").exists()
 
 
+def test_what_a_recipe_brings_with_it_is_printed_once(command: Command) -> None:
+    job = command("train", "digits", "recipe:pipedream", "lr=-1", "-n", "2")
+    out, err = job.communicate(timeout=300)
+    assert (job.returncode, out) == (2, "starting 2 processes\nrecipe:pipedream: clip = none\n"), err
+
+
 def test_ctrl_c_during_the_checks_ends_them_and_prints_one_line(command: Command, tmp_path: Path) -> None:
     script = TASK.replace(
         "class Source", 'if "RANK" not in os.environ:\n    threading.Event().wait()\n\n\nclass Source'

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,15 @@ class ParsedValues:
 
 
 Arguments = Mapping[str, Field] | None
-"""The keyword arguments of the task's function; None if the task is unknown."""
+"""The keyword arguments of the task's function; None if they are unknown."""
 
 
 def parse_values(values: Mapping[str, str], arguments: Arguments) -> ParsedValues:
-    """The value of every key. `arguments`: those of the task; None if the task is unknown, then unknown keys pass.
+    """The value of every key. `arguments`: those of the task; None if they are unknown, then only the plan is read.
 
     The fields of the plan are parsed here and checked by the plan. Raises SettingError with all problems.
     """
-    parsed, task_types = ParsedValues(), arguments or {}
-    problems = []
+    parsed, problems = ParsedValues(), []
     for key, text in values.items():
         if key in FIELDS:
             try:
@@ -123,12 +122,14 @@ def parse_values(values: Mapping[str, str], arguments: Arguments) -> ParsedValue
                 reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
                 problems.append(Problem(f"{key} = {text}: {reason}", "a file with a line of actions for each pp index"))
             continue
+        if arguments is None:
+            continue
         if key.partition(".")[0] in SHIPPED and "." in key:
             parsed.callback_options[key] = text
             continue
-        key_type = task_types.get(key) or SETTINGS.get(key)
+        key_type = arguments.get(key) or SETTINGS.get(key)
         if key_type is None:
-            problems += [] if arguments is None else [_unknown_key(key, text, arguments)]
+            problems.append(_unknown_key(key, text, arguments))
             continue
         try:
             value = key_type.read(key, text)
@@ -136,7 +137,7 @@ def parse_values(values: Mapping[str, str], arguments: Arguments) -> ParsedValue
             problems += error.problems
             continue
         # If the task's function takes `steps` itself, the run gets it from the Task.
-        (parsed.task if key in task_types else parsed.run)[key] = value
+        (parsed.task if key in arguments else parsed.run)[key] = value
     if problems:
         raise SettingError(problems, where="the command line")
     return parsed
@@ -197,14 +198,14 @@ def argument_types(function: Callable[..., Any]) -> dict[str, Field]:
         elif name in (*FIELDS, PLAN_WORD):
             problems.append(Problem(f"the argument {name}", "a name that is not a field of the plan", f"my_{name}"))
         else:
-            types_by_name[name] = _argument_type(parameter.default, hints.get(name))
+            types_by_name[name] = argument_type(parameter.default, hint_members(hints.get(name)))
     if problems:
         raise SettingError(problems, where=f"the function {getattr(function, '__name__', 'task')}")
     return types_by_name
 
 
-def _argument_type(default: object, hint: Any) -> Field:
-    members = hint_members(hint)
+def argument_type(default: object, members: Sequence[Any]) -> Field:
+    """What an argument may be, by its default and the types that its annotation allows."""
     kind = next((each for each in (type(default), *members) if each in WORD_TYPES), None)
     # `lr: float = 1` is a float.
     kind = float if kind is int and float in members else kind

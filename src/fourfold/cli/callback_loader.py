@@ -11,15 +11,16 @@ from typing import Any
 
 from fourfold.cli import task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues
-from fourfold.cli.errors import ErrorCollector
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
 
 
-def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callback]:
-    """The callbacks that `spec` names, with commas between them. `options`: the texts of NAME.OPTION.
+def load_callbacks(spec: str | None, options: Mapping[str, str], *, runs_files: bool = True) -> list[Callback]:
+    """The callbacks that `spec` names, with commas between them.
 
+    options     the texts of NAME.OPTION
+    runs_files  False: callbacks in files are left out, if the files are there
     Raises SettingError with all problems.
     """
     names = [name.strip() for name in spec.split(",")] if spec is not None else []
@@ -31,7 +32,7 @@ def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callbac
     loaded = []
     for name in dict.fromkeys(names):
         try:
-            loaded.append(_load(name, options))
+            loaded += _load(name, options, runs_files=runs_files)
         except SettingError as error:
             problems += error.problems
     if problems:
@@ -39,21 +40,9 @@ def load_callbacks(spec: str | None, options: Mapping[str, str]) -> list[Callbac
     return loaded
 
 
-def check_shipped_callbacks(spec: str | None, options: Mapping[str, str]) -> None:
-    """Raise SettingError for what `load_callbacks` will refuse, but for callbacks in a file, which is not run here."""
-    names = [] if spec is None else [name for name in spec.split(",") if ".py" not in name]
-    load_callbacks(",".join(names) or None, options)
-
-
-def check_callback_files(spec: object, errors: ErrorCollector) -> None:
-    """Collect what is wrong with the names of callbacks, and files of theirs that are not there."""
-    for name in spec.split(",") if isinstance(spec, str) and spec.lower() != "none" else ():
-        file = name.strip().partition(":")[0]
-        with errors.collect():
-            if file.endswith(".py"):
-                task_loader.check_python_file(file, SettingError, "a Python file")
-            else:
-                registry.check_shipped(name.strip())
+def check_callbacks(spec: str | None, options: Mapping[str, str]) -> None:
+    """Raise SettingError for what `load_callbacks` will refuse. A callback in a file is not run here."""
+    load_callbacks(spec, options, runs_files=False)
 
 
 def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> dict[str, str]:
@@ -79,12 +68,14 @@ def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> di
     raise SettingError(problems, where="the callbacks")
 
 
-def _load(name: str, options: Mapping[str, str]) -> Callback:
-    if name.partition(":")[0].endswith(".py"):
-        return _load_from_file(name)
+def _load(name: str, options: Mapping[str, str], *, runs_files: bool) -> list[Callback]:
+    file = name.partition(":")[0]
+    if file.endswith(".py"):
+        task_loader.check_python_file(file, SettingError, "a Python file")
+        return [_load_from_file(name)] if runs_files else []
     registry.check_shipped(name)
     own = {key.partition(".")[2]: text for key, text in options.items() if key.startswith(f"{name}.")}
-    return registry.make_shipped(name, _parse_options(name, own))
+    return [registry.make_shipped(name, _parse_options(name, own))]
 
 
 def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -105,7 +96,6 @@ def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
 def _load_from_file(spec: str) -> Callback:
     """The callback in FILE.py:name: an object, or a class or function that makes one without arguments."""
     file, _, name = spec.partition(":")
-    task_loader.check_python_file(file, SettingError, "a Python file")
     module = task_loader.import_file(Path(file), reuse=True)
     member = getattr(module, name, None) if name else None
     if not isinstance(member, Callback):

@@ -14,7 +14,7 @@ from fourfold.cli import arguments, task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues
 from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector
-from fourfold.cli.run import check_init_path, read_rules_setting, resolve
+from fourfold.cli.run import Run, check_init_path, read_rules_setting
 from fourfold.cli.settings_file import argument_defaults, format_resolved, json_arguments
 from fourfold.environment.world import from_environment
 from fourfold.plan.batch_split import batch_size_problems
@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 class Job:
     """What a run needs.
 
+    run       what the user typed
     settings  keyword arguments of `train`; the run's name is always among them
     identity  the settings that make it the same run
     fresh     whether the run starts over
     restarts, hang_seconds  see `launcher.restart_policy.SupervisionPolicy`; the ranks do not use them
     """
 
+    run: Run
     task: Task
     plan: Plan
     settings: Mapping[str, Any]
@@ -75,14 +77,12 @@ class Job:
         return self.plan.mesh.size
 
 
-def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
-    """The job that a command line describes. Does not look at its data.
+def parse_job(run: Run, *, has_run_dir: bool = True) -> Job:
+    """The job that a run describes. Does not look at its data.
 
-    num_processes: how many there must be; None leaves it to the plan, or to this machine.
     has_run_dir: False for a command that writes no run: it leaves out what only a run needs of a settings file.
     Raises FourfoldError, or a group of them.
     """
-    run = resolve(words)
     errors = ErrorCollector()
     factory = errors.attempt(task_loader.find_task, run.task)
     types = None if factory is None else errors.attempt(task_loader.task_arguments, factory)
@@ -90,7 +90,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     if factory is not None and not errors.errors:
         task = errors.attempt(task_loader.make_task, factory, values.task, spec=run.task)
     callbacks = errors.attempt(load_callbacks, values.run.get(CALLBACK_WORD), values.callback_options)
-    plan = errors.attempt(run.plan, num_processes)
+    plan = errors.attempt(run.plan)
     values.run.update(errors.attempt(read_rules_setting, values.run.get(RULES_WORD)) or {})
     errors.raise_collected()
     assert factory is not None
@@ -106,7 +106,7 @@ def parse_job(words: Sequence[str], *, num_processes: int | None = None, has_run
     resolved = make_settings(task, **settings)
     identity = run_identity(resolved, plan)
     settings.setdefault("name", default_run_name(settings["run_prefix"], identity))
-    job = Job(task=task, plan=plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
+    job = Job(run, task, plan, settings=settings, identity=identity, callbacks=callbacks, **launch_settings)
     if has_run_dir:
         settings["config_text"] = format_resolved(job.run_dir, run.task, defaults, values, plan, resolved)
     return job
@@ -140,8 +140,8 @@ def _split_settings(
     return settings, launch_settings
 
 
-def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_run_dir: bool = True) -> Job:
-    """The job that a command line describes, after every check that needs no other process.
+def prepare_job(run: Run, *, has_run_dir: bool = True) -> Job:
+    """The job that a run describes, after every check that needs no other process.
 
     has_run_dir: False for a command that writes no run, such as `verify`.
     """
@@ -149,7 +149,7 @@ def prepare_job(words: Sequence[str], *, num_processes: int | None = None, has_r
     from fourfold.trainer.evaluate import check_evaluations, metric_needs
     from fourfold.trainer.run_length import check_steps, with_sizes
 
-    job = parse_job(words, num_processes=num_processes, has_run_dir=has_run_dir)
+    job = parse_job(run, has_run_dir=has_run_dir)
     errors = ErrorCollector()
     if has_run_dir:
         errors.attempt(check_run_name, Path(RUNS_DIR), job.settings["name"], job.identity)

@@ -8,33 +8,46 @@ What a task does to its process (threads, a GPU's driver, open files) ends with 
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourfold.cli import sigint
 from fourfold.environment import early_sigterm
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.processes import end_with_parent
 from fourfold.environment.standard_streams import flush_streams, print_stderr, redirect_to_null
+from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.launcher.process_defaults import launch_variables, may_have_gpus
 from fourfold.words.terminal_text import escape_controls
 
 if TYPE_CHECKING:
-    from fourfold.launcher.forked_process import ForkedProcess
+    from fourfold.cli.run import Run
     from fourfold.launcher.restart_policy import SupervisionPolicy
 
 
 IMPORTED_ONCE = ("fourfold.trainer.train", "fourfold.trainer.progress", "fourfold.cli.job", "fourfold.launcher.worker")
 MODULE, SCRIPT = Path(__file__).parent.parent / "__main__.py", "fourfold"  # `python -m fourfold`, and what pip installs
-POLL_SECONDS = 0.05
+REQUEST_FILE, RESULT_FILE = "request.json", "result.json"
 
 
-def can_fork() -> bool:
+def becomes_forking_launcher(num_processes: int) -> bool:
+    """Print how many processes are about to start. True if this process has become a launcher that forks them."""
+    forks = num_processes > 1 and _can_fork()
+    if forks:
+        _set_launch_variables(num_processes)
+    print(f"starting {num_processes} process{'es' if num_processes > 1 else ''}", flush=True)
+    if forks:  # what the ranks need, so that their copies have it
+        with collection_paused():
+            for module in IMPORTED_ONCE:
+                importlib.import_module(module)
+    return forks
+
+
+def _can_fork() -> bool:
     """Whether this process may become a launcher that forks its ranks.
 
     Not with a GPU (its driver does not survive a fork), not where another program calls the command line (which may
@@ -46,7 +59,7 @@ def can_fork() -> bool:
     return is_command and has_only_this_thread and "torch" not in sys.modules and not may_have_gpus()
 
 
-def set_launch_variables(num_processes: int) -> None:
+def _set_launch_variables(num_processes: int) -> None:
     """Give this process the variables that its ranks begin with; torch reads some of them when it is imported.
 
     glibc reads its own only when a program begins. If they are not set yet, this process starts the same command again
@@ -62,54 +75,38 @@ def set_launch_variables(num_processes: int) -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def import_once() -> None:
-    """Import what the ranks need, so that their copies have it."""
-    with collection_paused():
-        for module in IMPORTED_ONCE:
-            importlib.import_module(module)
+class Ended(NamedTuple):
+    """How a copy of this process, or ranks, have ended. `result`: what they, or rank 0, have written, if anything."""
+
+    exit_code: int
+    result: Any = None
 
 
-def run_in_copy(check: Callable[[], Mapping[str, Any]]) -> dict[str, Any] | int:
-    """The result of `check`, called in a copy of this process; the exit code if it fails, which it has then reported.
-
-    The result is a mapping that JSON can write.
-    """
+def run_in_copy(check: Callable[[], Any]) -> Ended:
+    """Call `check` in a copy of this process. JSON can write its result; an error the copy has reported itself."""
     from fourfold.launcher.failure_report import killed_by
     from fourfold.launcher.forked_process import fork
 
-    reader, writer = os.pipe()
     launcher = os.getpid()
-    copy = fork(lambda: _check(check, writer, launcher), keep=(writer,))
-    os.close(writer)
-    try:
-        line = _read_line(reader, copy)
-        code = copy.wait()
-    finally:
-        os.close(reader)
-        copy.kill()
-    if code == -signal.SIGTERM:
-        early_sigterm.exit_requeued()
-    if code < 0:
-        print_stderr(f"fourfold: the process that checked the task {killed_by(-code)}")
-        return 1
-    return code if line is None else json.loads(line)
+    with temporary_folder() as folder:
+        copy = fork(lambda: _check(check, folder / RESULT_FILE, launcher))
+        try:
+            code = copy.wait()
+        finally:
+            copy.kill()
+        if code == -signal.SIGTERM:
+            early_sigterm.exit_requeued()
+        if code < 0:
+            print_stderr(f"fourfold: the process that checked the task {killed_by(-code)}")
+        return Ended(1 if code < 0 else code, _read_result(folder))
 
 
-def _read_line(pipe: int, writer: "ForkedProcess") -> bytes | None:
-    """The line that a process writes; None if it ends without. What it has started may keep the pipe open."""
-    content = b""
-    while not content.endswith(b"\n"):
-        has_ended = writer.poll() is not None
-        if select.select([pipe], [], [], 0.0 if has_ended else POLL_SECONDS)[0]:
-            more = os.read(pipe, 65536)
-            content += more
-            has_ended = not more
-        if has_ended:
-            return None
-    return content
+def _read_result(folder: Path) -> Any:
+    path = folder / RESULT_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -> None:
+def _check(check: Callable[[], Any], result: Path, launcher: int) -> None:
     from fourfold.cli.errors import report_error
     from fourfold.launcher.worker import exit_fast
 
@@ -117,11 +114,9 @@ def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -
     # Ctrl-C reaches the launcher too, which ends this process and reports it.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        result = check()
+        result.write_text(json.dumps(check()), encoding="utf-8")
     except BaseException as error:  # a task may raise any, such as pytest's Skipped
         exit_fast(report_error(error))
-    with open(writer, "wb") as pipe:
-        pipe.write(json.dumps(result).encode() + b"\n")
     exit_fast(0)
 
 
@@ -131,21 +126,34 @@ def _check(check: Callable[[], Mapping[str, Any]], writer: int, launcher: int) -
 SHOW_CURSOR = "\x1b[?25h"
 
 
-def launch_quietly(command: Sequence[str], num_processes: int) -> int:
-    """Run a command in so many processes, without restarts; returns the exit code."""
-    from fourfold.launcher.restart_policy import SupervisionPolicy
+def launch_ranks(
+    program: str, run: "Run", *, policy: "SupervisionPolicy | None" = None, is_forked: bool = False, **options: Any
+) -> Ended:
+    """Run a program of `rank_main` in as many processes as the plan of `run` has ranks.
 
-    return launch(command, num_processes, SupervisionPolicy(max_restarts=0, notify=print_error))
+    options  of the program, which JSON can write
+    """
+    assert run.decided is not None
+    request = {"program": program, "run": run.to_json(), "options": options}
+    with temporary_folder() as folder:
+        (folder / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
+        command = ["-m", "fourfold.cli.rank_main", str(folder)]
+        code = launch(command, run.decided.mesh.size, policy, is_forked=is_forked)
+        return Ended(code, _read_result(folder))
 
 
-def launch(command: Sequence[str], num_processes: int, policy: "SupervisionPolicy", *, is_forked: bool = False) -> int:
-    """Run a command in so many processes under a policy; returns the exit code."""
+def launch(
+    command: Sequence[str], num_processes: int, policy: "SupervisionPolicy | None" = None, *, is_forked: bool = False
+) -> int:
+    """Run a command in so many processes; returns the exit code. `policy`: None: without restarts."""
     with collection_paused():
         from fourfold.launcher import local_job
         from fourfold.launcher.rank_start import fork_rank, spawn_rank
+        from fourfold.launcher.restart_policy import SupervisionPolicy
 
     sigint.restore_and_raise()
     start_rank = fork_rank if is_forked else spawn_rank
+    policy = policy or SupervisionPolicy(max_restarts=0, notify=print_error)
     outcome = local_job.launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
     if outcome.text:
         print_error(outcome.text)

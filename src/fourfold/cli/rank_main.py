@@ -1,35 +1,47 @@
-"""One rank of `fourfold train`: it parses the same command line again, in its own process.
+"""One rank of a command: it trains, verifies, measures this machine or times plans, as its launcher asks.
 
-    python -m fourfold.cli.rank_main WORD…        started by launcher/worker.py
+    python -m fourfold.cli.rank_main FOLDER       started by launcher/worker.py
 
+FOLDER   has the request, which the launcher has written: the program, the run, options; rank 0 writes the result there
 Law: this file prints no error; the launcher reports the first cause once.
 """
 
 import importlib
+import json
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
+from fourfold.cli.launch import REQUEST_FILE, RESULT_FILE
 from fourfold.cli.output import wrap_log
+from fourfold.cli.run import Run
+from fourfold.environment.atomic_file import write_atomically
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
+from fourfold.plan.plan import Plan
 from fourfold.words.error_notes import frame_place, user_frame
 from fourfold.words.errors import FourfoldError, TrainingError
 from fourfold.words.terminal_text import escape_controls, wrap_lines
 
 
-def main(words: Sequence[str]) -> None:
+def main(folder: str) -> None:
     wrap_log()
+    request = json.loads(Path(folder, REQUEST_FILE).read_text(encoding="utf-8"))
+    run = Run.from_json(request["run"])
+    sys.argv[1:] = run.words  # a task may read them
     with collection_paused():  # the task imports torch too, and may do more than import
         importlib.import_module("fourfold.trainer.train")
     world = from_environment()
     assert world is not None
-    train(job.parse_job(words, num_processes=world.size), world)
+    program = PROGRAMS[request["program"]]
+    result = program(job.parse_job(run, has_run_dir=program is train), world, **request["options"])
+    if world.rank == 0 and result is not None:
+        write_atomically(Path(folder, RESULT_FILE), json.dumps(result).encode())
 
 
 def train(prepared: job.Job, world: World | None) -> None:
@@ -90,5 +102,25 @@ def _write_report(folder: Path) -> str:
         return f"no report: {error}"
 
 
+def _verify(prepared: job.Job, world: World) -> None:
+    from fourfold.cli.verify import verify
+
+    verify(prepared)
+
+
+def _measure(prepared: job.Job, world: World, **conditions: Any) -> dict[str, Any]:
+    from fourfold.cli.plan.machine import measure_rank
+
+    return measure_rank(prepared, world, **conditions)
+
+
+def _time(prepared: job.Job, world: World, *, plans: list[str]) -> list[float]:
+    from fourfold.planner.time_plans import time_plans
+
+    return time_plans(prepared.task, [Plan.from_toml(text) for text in plans], seed=prepared.settings.get("seed", 0))
+
+
+PROGRAMS = {"train": train, "verify": _verify, "measure": _measure, "time": _time}
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

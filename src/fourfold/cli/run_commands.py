@@ -7,14 +7,18 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli import sigint
-from fourfold.cli.launch import can_fork, import_once, launch, print_error, run_in_copy, set_launch_variables
+from fourfold.cli.launch import (
+    becomes_forking_launcher,
+    launch,
+    launch_ranks,
+    print_error,
+    run_in_copy,
+)
 from fourfold.cli.output import print_text, write_file
-from fourfold.cli.plan.arguments import PLAN_AUTO, training_words, wants_plan
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
@@ -23,98 +27,81 @@ from fourfold.words.terminal_text import align_columns
 
 if TYPE_CHECKING:
     from fourfold.cli.job import Job
+    from fourfold.cli.run import Run
     from fourfold.launcher.restart_policy import SupervisionPolicy
 
 
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-VERIFY_STEPS = 3
+VERIFY, VERIFY_STEPS = "fourfold verify", 3
+NEEDED_PLAN = "a plan or settings file, or fields of a plan"
 
 
 def train(words: Sequence[str], processes: str | None) -> int:
     """`fourfold train`; returns the exit code."""
-    from fourfold.cli import job, sweep
-    from fourfold.cli.run import check_named_files, resolve
+    from fourfold.cli.run import resolve
     from fourfold.launcher.process_defaults import check_num_processes
 
     world = from_environment()
-    required, has_own_ranks = check_num_processes(processes, world), world is None
-    asks_for_plan = wants_plan(words)
-    check_named_files(training_words(words))
-    if swept := sweep.swept_values([word for word in words if word != PLAN_AUTO]):
-        return _train_sweep(words, swept, required, world)
-    if asks_for_plan:
-        from fourfold.cli.plan import auto as plan_auto
+    required = check_num_processes(processes, world)
+    run = resolve(words)
+    run.check(required, takes_lists=True)
+    if swept := run.swept_values():
+        return _train_sweep(run, swept, required, world)
+    run = with_plan(run, required, world)
+    is_reporter = world is None or world.rank == 0
+    becomes_launcher = world is None and becomes_forking_launcher(run.num_ranks)
+    for line in run.recipe_lines if is_reporter else ():
+        print(line, flush=True)
+    from fourfold.cli import job  # not on top: it takes a while, in which nothing is printed
 
-        words = plan_auto.resolve_words(words, num_processes=required, world=world)
-    if world is None or world.rank == 0:
-        for line in resolve(words).recipe_lines:
-            print(line, flush=True)
-    if has_own_ranks and _becomes_forking_launcher(resolve(words).planned_size(required)):
-
-        def check() -> dict[str, Any]:
-            ready = job.prepare_job(words, num_processes=required)
-            return dataclasses.asdict(_check_run(ready, words, is_reporter=True, has_own_ranks=True))
-
-        checked = run_in_copy(check)
-        return checked if isinstance(checked, int) else _launch_run(_CheckedRun(**checked), is_forked=True)
-    ready = job.prepare_job(words, num_processes=required)
-    run = _check_run(ready, words, is_reporter=world is None or world.rank == 0, has_own_ranks=has_own_ranks)
-    if run.is_finished:
-        return 0
-    if world is not None or ready.num_processes == 1:
+    if becomes_launcher:
+        copy = run_in_copy(lambda: _check_run(job.prepare_job(run), is_reporter=True))
+        return copy.exit_code or _launch_run(run, _CheckedRun(*copy.result), is_forked=True)
+    ready = job.prepare_job(run)
+    checked = _check_run(ready, is_reporter=is_reporter, has_own_ranks=world is None)
+    if world is None and run.num_ranks > 1:
+        return _launch_run(run, checked)
+    if not checked.is_finished:
         from fourfold.cli import rank_main
 
         sigint.restore_and_raise()
         early_sigterm.answer_in_thread()
         rank_main.train(ready, world)
+    return 0
+
+
+def with_plan(run: "Run", num_processes: int | None, world: World | None) -> "Run":
+    """The run with its plan: that of its words and file, or with plan=auto the planner's. Raises FourfoldError."""
+    if not run.asks_plan:
+        return dataclasses.replace(run, decided=run.plan(num_processes))
+    from fourfold.cli.plan import auto
+
+    return auto.with_plan(run, num_processes=num_processes, world=world)
+
+
+def _launch_run(run: "Run", checked: "_CheckedRun", *, is_forked: bool = False) -> int:
+    if checked.is_finished:
         return 0
-    return _launch_run(run)
+    return launch_ranks("train", run, policy=_supervision_policy(checked), is_forked=is_forked).exit_code
 
 
-def _launch_run(run: "_CheckedRun", *, is_forked: bool = False) -> int:
-    if run.is_finished:
-        return 0
-    command = ["-m", "fourfold.cli.rank_main", *run.words]
-    return launch(command, run.num_processes, _supervision_policy(run), is_forked=is_forked)
+class _CheckedRun(NamedTuple):
+    """What a launcher needs to know of a run that may begin."""
 
-
-def _becomes_forking_launcher(num_processes: int | None) -> bool:
-    """Print how many processes are about to start. True if this process has become a launcher that forks them.
-
-    num_processes: None if the command is wrong, and so starts none
-    """
-    if num_processes is None:
-        return False
-    forks = num_processes > 1 and can_fork()
-    if forks:
-        set_launch_variables(num_processes)
-    print(f"starting {num_processes} process{'es' if num_processes > 1 else ''}", flush=True)
-    if forks:
-        import_once()
-    return forks
-
-
-@dataclass(frozen=True)
-class _CheckedRun:
-    """What a launcher needs to know of a run that may begin. `words`: those of its ranks."""
-
-    words: Sequence[str]
-    num_processes: int
     run_dir: str
     restarts: int
     hang_seconds: float | None
     is_finished: bool
 
 
-def _check_run(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> _CheckedRun:
+def _check_run(ready: "Job", *, is_reporter: bool, has_own_ranks: bool = True) -> _CheckedRun:
     """What is to be launched. With `fresh`, the run that was there is moved aside."""
     is_finished = False
     if ready.fresh:
-        words = _start_over(ready, words, is_reporter=is_reporter, has_own_ranks=has_own_ranks)
+        _start_over(ready, is_reporter=is_reporter, has_own_ranks=has_own_ranks)
     else:
         is_finished = _check_finished(ready, is_reporter=is_reporter)
-    run_dir = str(ready.run_dir)
-    return _CheckedRun(words, ready.num_processes, run_dir, ready.restarts, ready.hang_seconds, is_finished)
+    return _CheckedRun(str(ready.run_dir), ready.restarts, ready.hang_seconds, is_finished)
 
 
 def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
@@ -143,45 +130,35 @@ def _supervision_policy(ready: _CheckedRun) -> "SupervisionPolicy":
     )
 
 
-def _train_sweep(
-    words: Sequence[str], swept: dict[str, list[str]], num_processes: int | None, world: World | None
-) -> int:
+def _train_sweep(run: "Run", swept: dict[str, list[str]], num_processes: int | None, world: World | None) -> int:
     """Each combination as a run in processes of its own, so that one that dies does not end the others."""
-    from fourfold.cli import job, sweep
+    from fourfold.cli import sweep
 
     if world is not None:
         got = f"{' and '.join(swept)} with several values, under another launcher"
         raise SettingError(
             Problem(got, "one value of each in a job", "fourfold train, which starts the processes itself")
         )
-
-    def train_member(own: Sequence[str]) -> int:
-        ready = job.parse_job(own, num_processes=num_processes)
-        return _launch_run(_check_run(ready, own, is_reporter=True, has_own_ranks=True))
-
-    return sweep.run_sweep(sweep.prepare_sweep(words, swept, num_processes=num_processes), train_member)
+    members = sweep.prepare_sweep(run, swept, lambda member: with_plan(member, num_processes, None))
+    return sweep.run_sweep(members, lambda ready: _launch_run(ready.run, _check_run(ready, is_reporter=True)))
 
 
-def _start_over(ready: "Job", words: Sequence[str], *, is_reporter: bool, has_own_ranks: bool) -> Sequence[str]:
-    """Move the run's folder aside, in one process; returns the words for the ranks.
+def _start_over(ready: "Job", *, is_reporter: bool, has_own_ranks: bool) -> None:
+    """Move the run's folder aside, in one process.
 
     A settings file in that folder moves with it. Raises SettingError if ranks of another launcher might read it later.
     """
     from fourfold.trainer.run_dir import archive_run
 
-    here = ready.run_dir.absolute()
-    inside = [word for word in words if word.endswith(".toml") and Path(word).absolute().is_relative_to(here)]
-    if inside and not has_own_ranks:
-        got = f"fresh=true, which moves {inside[0]} away with its run"
-        raise SettingError(Problem(got, "a file outside the run's folder", f"a copy of {inside[0]}"))
+    file = ready.run.file
+    if not has_own_ranks and file is not None and Path(file).absolute().is_relative_to(ready.run_dir.absolute()):
+        got = f"fresh=true, which moves {file} away with its run"
+        raise SettingError(Problem(got, "a file outside the run's folder", f"a copy of {file}"))
     # When a launcher restarts its ranks, the run must not start over again.
     if not is_reporter or os.environ.get(RESTART_COUNT_VARIABLE, "0") != "0":
-        return words
-    archived = archive_run(ready.run_dir)
-    if archived is None:
-        return words
-    print_text(f"{ready.run_dir} starts over; the earlier run is now {archived}")
-    return [str(archived / Path(word).absolute().relative_to(here)) if word in inside else word for word in words]
+        return
+    if (archived := archive_run(ready.run_dir)) is not None:
+        print_text(f"{ready.run_dir} starts over; the earlier run is now {archived}")
 
 
 def _check_finished(ready: "Job", *, is_reporter: bool) -> bool:
@@ -227,7 +204,7 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
 
 def show(words: Sequence[str], page: str | None = None) -> int:
     """`fourfold show`; returns the exit code. `page`: the file of an HTML page, instead of a text."""
-    from fourfold.cli.run import check_named_files, resolve
+    from fourfold.cli.run import resolve
     from fourfold.plan.recipes import RECIPE_PREFIX, SHIPPED_PLANS, recipe_summary
 
     run = resolve(words)
@@ -237,12 +214,10 @@ def show(words: Sequence[str], page: str | None = None) -> int:
         ):
             print_text(line)
         return 0
-    check_named_files(words)
+    run.check(has_run_dir=False)
     from fourfold.cli import job
 
-    if not run.has_plan:
-        job.parse_job(words, has_run_dir=False)  # a field may be misspelt
-        raise SettingError(Problem("no plan", "a plan or settings file, or fields of a plan", "fourfold show dp=2"))
+    _check_has_plan(run, SettingError(Problem("no plan", NEEDED_PLAN, "fourfold show dp=2")))
     from fourfold.cli.plan.run import describe_prediction
     from fourfold.report.document import render
     from fourfold.report.plan_pages import describe_plan
@@ -250,11 +225,11 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     from fourfold.tasks.lm import LAYERS
 
     # dp is 1 unless given: the output must not depend on this machine.
-    words = [*words] if run.has_dp else [*words, "dp=1"]
-    ready = job.parse_job(words, has_run_dir=False)
+    run = run if run.has_dp else run.with_texts(dp="1")
+    ready = job.parse_job(run, has_run_dir=False)
     if not run.has_model and (num_stages := ready.plan.num_stages) > LAYERS:
         # The plan is asked about, not a model: that has a layer for each stage.
-        ready = job.parse_job([*words, f"layers={num_stages}"], has_run_dir=False)
+        ready = job.parse_job(run.with_texts(layers=str(num_stages)), has_run_dir=False)
     text = show_plan(ready.plan, ready.task) + describe_prediction(ready)
     if page is None:
         print_text(text)
@@ -264,41 +239,44 @@ def show(words: Sequence[str], page: str | None = None) -> int:
     return 0
 
 
+def _check_has_plan(run: "Run", error: SettingError) -> None:
+    """Raise the error of a command without a plan; if it has a field that is misspelt, the error of that."""
+    if not run.has_plan:
+        from fourfold.cli import job
+
+        job.parse_job(run, has_run_dir=False)
+        raise error
+
+
 def verify(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify`; returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.run import check_named_files, resolve
+    from fourfold.cli.run import resolve
     from fourfold.launcher.process_defaults import check_num_processes
-    from fourfold.launcher.restart_policy import SupervisionPolicy
 
-    run = resolve(words)
-    check_named_files(words)
-    if not run.has_plan:
-        job.parse_job(words, has_run_dir=False)  # a field may be misspelt
-        need = "a plan or settings file, or fields of a plan; or a script, whose plan is in it"
-        raise SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where="fourfold verify")
-    words = [*words] if "steps" in run.texts else [*words, f"steps={VERIFY_STEPS}"]
-    world = from_environment()
+    run, world = resolve(words), from_environment()
     required = check_num_processes(processes, world)
+    run.check(required, has_run_dir=False)
+    need = f"{NEEDED_PLAN}; or a script, whose plan is in it"
+    _check_has_plan(run, SettingError(Problem("no plan", need, "fourfold verify lm dp=2 zero=1"), where=VERIFY))
+    run = run if "steps" in run.texts else run.with_texts(steps=str(VERIFY_STEPS))
+    run = dataclasses.replace(run, decided=run.plan(required))
 
     def check() -> job.Job:
         from fourfold.verification.command import check_verifiable
 
-        plan = job.parse_job(words, num_processes=required, has_run_dir=False).plan
-        check_verifiable(plan)
-        return job.prepare_job(words, num_processes=required, has_run_dir=False)
+        check_verifiable(run.plan())
+        return job.prepare_job(run, has_run_dir=False)
 
-    command, policy = ["-m", "fourfold.cli.verify", *words], SupervisionPolicy(max_restarts=0, notify=print_error)
-    if world is None and _becomes_forking_launcher(resolve(words).planned_size(required)):
-        checked = run_in_copy(lambda: {"num_processes": check().num_processes})
-        return checked if isinstance(checked, int) else launch(command, **checked, policy=policy, is_forked=True)
+    if world is None and becomes_forking_launcher(run.num_ranks):
+        return run_in_copy(lambda: bool(check())).exit_code or launch_ranks("verify", run, is_forked=True).exit_code
     ready = check()
-    if world is not None or ready.num_processes == 1:
-        from fourfold.cli import verify
+    if world is None and run.num_ranks > 1:
+        return launch_ranks("verify", run).exit_code
+    from fourfold.cli import verify
 
-        verify.verify(ready, world)
-        return 0
-    return launch(command, ready.num_processes, policy)
+    verify.verify(ready)
+    return 0
 
 
 def report(words: Sequence[str]) -> int:

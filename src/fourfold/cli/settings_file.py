@@ -65,10 +65,13 @@ class SettingsFile:
         return self.sections[RUN]
 
     def parse(self, types: Arguments) -> ParsedValues:
-        """The values, by what they belong to. Raises SettingError with all problems of the file."""
+        """The values, by what they belong to. Raises SettingError with all problems of the file.
+
+        types  the arguments of the task; None: not known, only the plan is read
+        """
         parsed, problems = ParsedValues(), list(self.problems)
         problems += self._plan_problems(parsed, types)
-        for section in (RUN, TASK):
+        for section in (RUN, TASK) if types is not None else ():
             for key, value in self.sections[section].items():
                 if (section, key) != (TASK, TASK_NAME):
                     problems += self._convert(section, key, value, types, parsed)

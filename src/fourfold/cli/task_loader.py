@@ -4,6 +4,7 @@ factory  a Task, or a function that returns one from keyword arguments
 Law: an error in the user's file is reported with its own traceback, cut to the user's lines.
 """
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fourfold.cli.arguments import argument_types
+from fourfold.cli.arguments import argument_type, argument_types
 from fourfold.cli.errors import is_file, nearest_file
 from fourfold.launcher.traceback_text import format_error
 from fourfold.trainer.run_identity import HF_PREFIX
@@ -63,11 +64,6 @@ def check_task_file(spec: str) -> None:
     check_python_file(file, TaskError, "a Python file with a task")
 
 
-def is_in_file(spec: str) -> bool:
-    """Whether a task is in a Python file of the user's."""
-    return spec not in BUILT_IN and not spec.startswith(HF_PREFIX)
-
-
 def is_script(word: str) -> bool:
     """Whether a word names a Python file that is a program, not a task: it has no `task`, and makes no Task."""
     file = Path(word)
@@ -93,6 +89,110 @@ def _check_config(config: str) -> None:
 def task_arguments(factory: TaskFactory) -> dict[str, Field]:
     """The keyword arguments that a user may give."""
     return {} if isinstance(factory, Task) else argument_types(factory)
+
+
+# ---- the arguments of a task that is not imported --------------------------------------------------------------------
+
+
+ANY_TEXT = Field(type=str, is_optional=True)
+BINDS_BY_TEXT = re.compile(rb"\b(globals|locals|vars|exec|setattr|modules|__dict__|__getattr__)\b")
+ANNOTATIONS = {"int": int, "float": float, "str": str, "bool": bool, "tuple": tuple}
+
+
+def arguments_in_source(spec: str) -> dict[str, Field] | None:
+    """What `task_arguments` will say, read from the source of the task, which is not run.
+
+    None where only an import can tell: the name is bound more than once, decorated, or no plain function or Task. An
+    argument whose default or annotation cannot be read may be any text. Raises TaskError for a file that is not there,
+    and for a name that nothing in the file gives a value.
+    """
+    check_task_file(spec)
+    file, _, name = spec.partition(":")
+    module = HF_MODULE if spec.startswith(HF_PREFIX) else BUILT_IN.get(spec)
+    if module is not None:
+        source, name = importlib.util.find_spec(module), DEFAULT_NAME
+        file = source.origin if source is not None and source.origin is not None else ""
+    name = name or DEFAULT_NAME
+    try:
+        text = Path(file).read_bytes()
+        body = ast.parse(text).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None  # the import reports it
+    bound = [node for node in body if _may_bind(node, name)]
+    if not bound and not BINDS_BY_TEXT.search(text):
+        raise _no_task(f"no {name}", name, _tasks_in_source(body), file=file)
+    if len(bound) != 1:
+        return None
+    match bound[0]:
+        case ast.FunctionDef(args=given, decorator_list=[]):
+            return _arguments_of(given)
+        case ast.Assign() as assigned if _makes_task(assigned):
+            return {}
+    return None
+
+
+def _makes_task(node: ast.Assign) -> bool:
+    match node.value:
+        case ast.Call(func=ast.Name(id="Task") | ast.Attribute(attr="Task")):
+            return True
+    return False
+
+
+def _tasks_in_source(body: Sequence[ast.stmt]) -> list[str]:
+    """The names of tasks, then of functions that need no argument."""
+    assigned = [node.targets[0] for node in body if isinstance(node, ast.Assign) and _makes_task(node)]
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return [each.id for each in assigned if isinstance(each, ast.Name)] + [
+        each.name for each in functions if len(_arguments_of(each.args)) == len(_named(each.args))
+    ]
+
+
+def _named(given: ast.arguments) -> list[ast.arg]:
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs]
+
+
+def _may_bind(node: ast.stmt, name: str) -> bool:
+    """Whether a statement of a module may give this name a value."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name == name
+    return any(
+        (isinstance(each, ast.Name) and each.id == name and not isinstance(each.ctx, ast.Load))
+        or (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name)
+        or (isinstance(each, ast.alias) and (each.asname or each.name) in (name, "*"))
+        for each in ast.walk(node)
+    )
+
+
+def _arguments_of(given: ast.arguments) -> dict[str, Field]:
+    """By name, those that have a default: an argument without one is an error of the task, which the import reports."""
+    positional = [*given.posonlyargs, *given.args]
+    missing = [None] * (len(positional) - len(given.defaults))
+    pairs = zip([*positional, *given.kwonlyargs], [*missing, *given.defaults, *given.kw_defaults], strict=True)
+    return {each.arg: _argument_in_source(each.annotation, default) for each, default in pairs if default is not None}
+
+
+def _argument_in_source(annotation: ast.expr | None, default: ast.expr) -> Field:
+    try:
+        members = [] if annotation is None else _annotated_types(annotation)
+        return argument_type(ast.literal_eval(default), members)
+    except (ValueError, TypeError, SyntaxError):
+        return ANY_TEXT
+
+
+def _annotated_types(node: ast.expr) -> list[Any]:
+    """The types that an annotation allows. Raises ValueError where it is more than builtin types."""
+    match node:
+        case ast.Name(id=name) if name in ANNOTATIONS:
+            return [ANNOTATIONS[name]]
+        case ast.Constant(value=None):
+            return [type(None)]
+        case ast.Subscript(value=value):
+            return _annotated_types(value)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return [*_annotated_types(left), *_annotated_types(right)]
+        case ast.Constant(value=str(text)):
+            return _annotated_types(ast.parse(text, mode="eval").body)
+    raise ValueError(ast.dump(node))
 
 
 def make_task(factory: TaskFactory, values: Mapping[str, Any], *, spec: str) -> Task:

@@ -1,7 +1,6 @@
 """`fourfold verify`: the training of a plan, or of a script, compared with that of one device, as a table.
 
-    python -m fourfold.cli.verify WORD…                 one rank of a task, started by launcher/worker.py
-    python -m fourfold.cli.verify --script STEPS SCRIPT.py [argument…]      one rank of a script
+    python -m fourfold.cli.verify STEPS SCRIPT.py [argument…]      one rank of a script, started by launcher/worker.py
 
 Law: the exit code is 1 if any number deviates by more than its bound.
 """
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli.output import print_text
-from fourfold.environment.world import World, from_environment
+from fourfold.environment.world import from_environment
 from fourfold.words.errors import FourfoldError, Problem, SettingError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from fourfold.verification.comparison import VerifyResult
 
 
-SCRIPT_WORD = "--script"
 SCRIPT_STEPS = 10
 
 
@@ -30,18 +28,7 @@ class VerifyError(FourfoldError):
     exit_code = 1
 
 
-def main(words: Sequence[str]) -> None:
-    if words[:1] == [SCRIPT_WORD]:
-        verify_script(words[2:], steps=int(words[1]))
-        return
-    from fourfold.cli import job
-
-    world = from_environment()
-    assert world is not None
-    verify(job.parse_job(words, num_processes=world.size, has_run_dir=False), world)
-
-
-def verify(prepared: "Job", world: World | None) -> None:
+def verify(prepared: "Job") -> None:
     """Verify in this process; rank 0 prints the result, and raises VerifyError if the plan fails."""
     from fourfold.verification.command import verify as run
 
@@ -51,7 +38,7 @@ def verify(prepared: "Job", world: World | None) -> None:
 
 def run_script(words: Sequence[str], processes: str | None) -> int:
     """`fourfold verify SCRIPT.py`; returns the exit code. All words but `steps=` are the script's own."""
-    from fourfold.cli.launch import launch_quietly
+    from fourfold.cli.launch import launch
     from fourfold.launcher.process_defaults import check_num_processes, default_num_processes
 
     given = [word.partition("=")[2] for word in words if word.startswith("steps=")]
@@ -63,7 +50,7 @@ def run_script(words: Sequence[str], processes: str | None) -> int:
     world = from_environment()
     num_processes = check_num_processes(processes, world) or default_num_processes()
     if world is None and num_processes > 1:
-        return launch_quietly(["-m", "fourfold.cli.verify", SCRIPT_WORD, steps, *command], num_processes)
+        return launch(["-m", "fourfold.cli.verify", steps, *command], num_processes)
     verify_script(command, steps=int(steps))
     return 0
 
@@ -92,4 +79,4 @@ def report(result: "VerifyResult | None") -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    verify_script(sys.argv[2:], steps=int(sys.argv[1]))

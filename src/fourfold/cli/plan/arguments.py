@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.arguments import PLAN_WORD
-from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX
-from fourfold.words.errors import Problem, SettingError
+from fourfold.cli.run import Run, resolve
+from fourfold.words.errors import SettingError
 from fourfold.words.field import KEY_VALUE, Field, read_words
 from fourfold.words.units import Dimension
 
@@ -46,17 +45,15 @@ LIST_WORDS = ("devices", "memory", "network")
 class PlanArguments:
     """The words of a command.
 
-    ask     the ask's file or ask:NAME, if one is given
+    run     the other words: a task, gpt, or the name of a run; the ask, and fields that are pinned
     own     the values of own words; those of a list in order, even if there is one
     texts   the own words as typed
-    others  all other words
     kept    of a run that is planned again: the fields of its plan that stay; None: not a run
     """
 
-    ask: str | None = None
+    run: Run = Run()  # noqa: RUF009 (frozen)
     own: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
     kept: Mapping[str, object] | None = None
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -64,21 +61,14 @@ class PlanArguments:
         values = self.own.get(name, default)
         return values[0] if isinstance(values, list) else values
 
-    @property
-    def name(self) -> str | None:
-        """The task, gpt or a run, if one is named."""
-        names = (word for word in self.others if "=" not in word and not word.endswith(".toml"))
-        return next((word for word in names if not word.startswith(RECIPE_PREFIX)), None)
-
     def with_changes(self, changes: Mapping[str, str]) -> "PlanArguments":
         """The same with other values of these words. Raises SettingError."""
-        texts = [word for word in self.others if word.partition("=")[0] not in changes]
         changed = parse_plan_words([f"{key}={text}" for key, text in changes.items()])
         return dataclasses.replace(
             self,
             own={**self.own, **changed.own},
             texts={**self.texts, **changed.texts},
-            others=(*texts, *changed.others),
+            run=self.run.with_texts(**changed.run.texts),
         )
 
     @property
@@ -90,40 +80,13 @@ class PlanArguments:
 
 def parse_plan_words(words: Sequence[str]) -> PlanArguments:
     """Sort the words. Raises SettingError with all problems of the own words."""
-    asks = [word for word in words if word.startswith(ASK_PREFIX)]
     mine = [match for word in words if (match := KEY_VALUE.fullmatch(word)) and match["key"] in OWN_WORDS]
     _, own, problems = read_words([match[0] for match in mine], OWN_WORDS, lists=LIST_WORDS)
-    if len(asks) > 1:
-        problems.append(Problem(" and ".join(asks), "one ask"))
+    run, taken = Run(), {match[0] for match in mine}
+    try:
+        run = resolve((word for word in words if word not in taken), takes_ask=True)
+    except SettingError as error:
+        problems += error.problems
     if problems:
         raise SettingError(problems, where=WHERE)
-    taken = {*asks, *(match[0] for match in mine)}
-    texts = {match["key"]: match["value"] for match in mine}
-    return PlanArguments(asks[0] if asks else None, own, texts, tuple(word for word in words if word not in taken))
-
-
-# ---- `plan=auto` of a training ---------------------------------------------------------------------------------------
-
-
-AUTO = "auto"
-PLAN_AUTO = f"{PLAN_WORD}={AUTO}"
-
-
-def wants_plan(words: Sequence[str]) -> bool:
-    """Whether the words ask for a plan. Raises SettingError for another value than auto."""
-    texts = [word.partition("=")[2] for word in words if word.startswith(f"{PLAN_WORD}=")]
-    for text in texts:
-        if text != AUTO:
-            need = f"{AUTO}; a plan's file is a word of its own"
-            attempt = text if text.endswith(".toml") else PLAN_AUTO
-            raise SettingError(Problem(f"{PLAN_WORD} = {text or '(nothing)'}", need, attempt), where="the command line")
-    return bool(texts)
-
-
-def training_words(words: Sequence[str]) -> list[str]:
-    """The words of a training without those that only the planner reads."""
-    if not wants_plan(words):
-        return list(words)
-    from fourfold.cli.run import is_ask
-
-    return [word for word in words if word.partition("=")[2] != AUTO and not is_ask(word)]
+    return PlanArguments(run, own, {match["key"]: match["value"] for match in mine})

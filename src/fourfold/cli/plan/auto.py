@@ -6,47 +6,44 @@ Law: the ranks see a plan of which every field is given; a run that resumes on a
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from fourfold.cli import job
+from fourfold.cli.arguments import PLAN_WORD
 from fourfold.cli.output import print_text
-from fourfold.cli.plan.arguments import PLAN_AUTO, PlanArguments, parse_plan_words, training_words
+from fourfold.cli.plan.arguments import PlanArguments
 from fourfold.cli.plan.progress import shown_progress
-from fourfold.cli.plan.question import Question, Questions, pinned_fields
-from fourfold.cli.run import is_ask, resolve
+from fourfold.cli.plan.question import Question, Questions
+from fourfold.cli.run import COMMAND_LINE, PLAN_AUTO, Run
 from fourfold.environment.world import World
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS
 from fourfold.planner.plan_text import best_baseline, fewer_devices, plan_words
 from fourfold.planner.search.decision import Decision, reason
 from fourfold.words.errors import Problem, SettingError
-from fourfold.words.field import value_text
 from fourfold.words.run_files import PLAN_FILE
 from fourfold.words.units import format_bytes, format_step_seconds
 
 
-def resolve_words(words: Sequence[str], *, num_processes: int | None, world: World | None) -> list[str]:
-    """The words with a plan in place of `plan=auto`; prints which, and why. Raises FourfoldError."""
+def with_plan(run: Run, *, num_processes: int | None, world: World | None) -> Run:
+    """The run with a plan in place of `plan=auto`; prints which, and why. Raises FourfoldError."""
     if world is not None:
         got = f"{PLAN_AUTO}, under another launcher"
         need = "one process that decides for all ranks"
         attempt = f"fourfold plan with the same words and devices={world.size}, then its plan.toml"
-        raise SettingError(Problem(got, need, attempt), where="the command line")
-    others, words = training_words(words), [word for word in words if word != PLAN_AUTO]
-    arguments = PlanArguments(parse_plan_words([word for word in words if is_ask(word)]).ask, others=tuple(words))
-    pinned = pinned_fields(resolve(words))
-    ready = job.parse_job(others)
-    kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, pinned)
+        raise SettingError(Problem(got, need, attempt), where=COMMAND_LINE)
+    ready = job.parse_job(run.asked)
+    kept = None if ready.fresh else _kept_plan(ready.run_dir, num_processes, run.pinned_fields())
     if kept is not None:
         print_text(f"plan   {plan_words(kept)}, kept from {ready.run_dir}")
-        return [*others, *_missing_words(kept, pinned)]
-    questions = Questions(arguments, devices=num_processes)
+        return dataclasses.replace(run.asked, decided=kept)
+    questions = Questions(PlanArguments(run.without([PLAN_WORD])), devices=num_processes)
     with shown_progress(questions.progress):
         question = questions.make()
         decision = question.decide()
     print_text("\n".join(format_decided(decision, question)))
-    return [*others, *_missing_words(decision.answer.plan, pinned)]
+    decided = dataclasses.replace(run.asked, decided=decision.answer.plan)
+    return dataclasses.replace(decided, decided=decided.plan(num_processes))
 
 
 def _kept_plan(run_dir: Path, num_processes: int | None, pinned: Mapping[str, object]) -> Plan | None:
@@ -58,14 +55,6 @@ def _kept_plan(run_dir: Path, num_processes: int | None, pinned: Mapping[str, ob
     if num_processes not in (None, plan.mesh.size):
         return None
     return plan if all(getattr(plan, name) == value for name, value in pinned.items()) else None
-
-
-def _missing_words(plan: Plan, pinned: Mapping[str, object]) -> list[str]:
-    """The fields of the plan that the words do not give themselves: dp always, the others where they matter."""
-    defaults = {each.name: each.default for each in dataclasses.fields(Plan)}
-    values = {name: getattr(plan, name) for name in FIELDS if name not in pinned}
-    given = {name: value for name, value in values.items() if name == "dp" or value != defaults[name]}
-    return [f"{name}={value_text(value)}" for name, value in given.items()]
 
 
 def format_decided(decision: Decision, question: Question) -> list[str]:

@@ -5,6 +5,7 @@ answer    printed, and written as a plan's file
 Law: nothing is overwritten unless the user says so; what is printed says what it was priced with.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from fourfold.cli.output import print_text, write_file
 from fourfold.cli.plan.arguments import CALIBRATE, GPT, WHERE, PlanArguments, parse_plan_words
-from fourfold.cli.run import check_named_files
 from fourfold.planner.plan_text import best_baseline
 from fourfold.planner.predict.clusters import read_table
 from fourfold.planner.predict.prediction import Prediction
@@ -34,23 +34,24 @@ def plan(words: Sequence[str], processes: str | None) -> int:
     from fourfold.launcher.process_defaults import check_num_processes
 
     devices = check_num_processes(processes, None)
-    arguments = parse_plan_words(words)
+    arguments = parse_plan_words([word for word in words if word != CALIBRATE])
     _check_folders(arguments)
     if (cluster := arguments.value("cluster")) is not None:
         read_table(cluster)
-    if arguments.name == CALIBRATE:
+    if CALIBRATE in words:
         return _calibrate(arguments, devices)
     from fourfold.cli.plan import what_if as plan_what_if
-    from fourfold.cli.plan.question import Questions, task_words
+    from fourfold.cli.plan.question import Questions
     from fourfold.cli.plan.run import find_planned_run
 
-    run = find_planned_run(arguments.name)
+    name = arguments.run.named_task
+    run = find_planned_run(name)
     if run is not None:
         arguments = run.arguments(arguments)
-    elif arguments.name != GPT:
-        check_named_files(task_words(arguments))
+    elif name != GPT:
+        arguments.run.without_plan.check(has_run_dir=False, takes_lists=True)
     questions = Questions(arguments, devices=devices)
-    if lists := plan_what_if.listed(arguments, arguments.texts):
+    if lists := plan_what_if.listed(arguments):
         return _show_curves(questions, arguments, lists)
     if "out" in arguments.own or arguments.value("confirm"):
         check_out(arguments)
@@ -60,22 +61,19 @@ def plan(words: Sequence[str], processes: str | None) -> int:
 def _calibrate(arguments: PlanArguments, devices: int | None) -> int:
     """`fourfold plan calibrate`: measure this machine anew. Returns the exit code."""
     from fourfold.cli import job
-    from fourfold.cli.launch import launch_quietly
-    from fourfold.cli.plan.calibrate import calibrate, format_calibrated
-    from fourfold.cli.plan.machine import calibration_words
-    from fourfold.cli.plan.question import task_words
+    from fourfold.cli.plan.machine import calibrate, calibration_run, format_calibrated
     from fourfold.launcher.process_defaults import default_num_processes
     from fourfold.planner.predict.calibration import task_key
 
-    words = [word for word in task_words(arguments) if word != CALIBRATE]
-    check_named_files(words)
+    run = arguments.run.without_plan
+    run.check(has_run_dir=False)
     from fourfold.planner.task_facts.source import TaskFacts  # not on top: it imports torch
 
-    prepared = job.parse_job(words, has_run_dir=False)
+    prepared = job.parse_job(run, has_run_dir=False)
     num_ranks = arguments.value("devices") or devices or default_num_processes()
     is_forced = bool(arguments.value("force"))
     key = task_key(TaskFacts(prepared.task))
-    measured = calibrate(calibration_words(prepared), num_ranks, launch_quietly, key=key, is_forced=is_forced)
+    measured = calibrate(calibration_run(prepared), num_ranks, key=key, is_forced=is_forced)
     if measured is None:
         return 1
     print_text("\n".join(format_calibrated(measured)))
@@ -181,9 +179,7 @@ def describe_curves(curves: Sequence["Curve"], lists: Mapping[str, list[str]], a
 
 def _confirm(decision: Decision, question: "Question", arguments: PlanArguments, count: int) -> Timed | None:
     """What a step of the first plans and of the best baseline takes here, in seconds; None if a rank failed."""
-    from fourfold.cli.launch import launch_quietly
-    from fourfold.cli.plan.question import task_words
-    from fourfold.cli.plan.timing import measure_plans
+    from fourfold.cli.launch import launch_ranks
     from fourfold.planner.plan_text import format_confirmed
 
     if not (question.machine.is_here and question.is_task):
@@ -191,8 +187,9 @@ def _confirm(decision: Decision, question: "Question", arguments: PlanArguments,
         raise SettingError(Problem(got, "a task and this machine: the plans are run here", "no confirm="), where=WHERE)
     candidates = candidates_of(decision, count)
     print(f"\nrunning {len(candidates)} plans here, in turns", flush=True)
-    seconds = measure_plans([each.plan for each in candidates], task_words(arguments), launch_quietly)
-    if seconds is None:
+    run = dataclasses.replace(arguments.run.without_plan, decided=candidates[0].plan)  # all have as many ranks
+    seconds = launch_ranks("time", run, plans=[each.plan.to_toml() for each in candidates]).result
+    if seconds is None:  # ranks failed, which the launcher has reported
         return None
     print_text("\n" + format_confirmed(candidates, seconds))
     return list(zip(candidates, seconds, strict=True))

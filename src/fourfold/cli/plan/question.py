@@ -14,16 +14,14 @@ from typing import NamedTuple
 from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.cli import job, task_loader
 from fourfold.cli.plan.arguments import BATCH, BATCH_SIZE, GPT, WHERE, PlanArguments
-from fourfold.cli.plan.machine import Machine, calibration_words, described_machine, this_machine
-from fourfold.cli.run import Run, is_ask, read_plan_text, resolve
-from fourfold.cli.strategy import STRATEGY_WORDS
+from fourfold.cli.plan.machine import Machine, calibration_run, described_machine, this_machine
+from fourfold.cli.run import Run, read_plan_text
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
-from fourfold.plan.ask import AUTO, Ask, is_left_open
+from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
-from fourfold.plan.plan_fields import FIELDS
 from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_ASKS
 from fourfold.planner.predict.facts import FactsSource, ModelFacts, Workload
 from fourfold.planner.predict.prediction import Prediction
@@ -135,13 +133,13 @@ class Question:
 class TaskSource(NamedTuple):
     """A task as it is planned.
 
-    words  with which this machine is measured for it; None: it is a formula
+    run    with which this machine is measured for it; None: it is a formula
     dims   that its tensor rules name, and whether they are on the tensor axis where the plan does not say
     """
 
     name: str
     source: FactsSource
-    words: tuple[str, ...] | None
+    run: Run | None
     dims: Mapping[str, bool] = NO_DIMS
 
 
@@ -159,35 +157,35 @@ class Questions:
     def make(self, changes: Mapping[str, str] | None = None) -> Question:
         """The question of the command, with these words in place of its own. Raises FourfoldError."""
         arguments = self._arguments.with_changes(changes or {})
-        ask = read_ask(arguments, resolve(arguments.others), devices=self._devices)
+        ask = read_ask(arguments, devices=self._devices)
         self.progress.begin("reading the task")
         task = self._task(arguments)
         self.progress.begin("")  # a machine that is measured says so itself
         machine = self._machine(arguments, task, ask)
         if ask.devices is None:
             ask = ask.with_changes(devices=machine.cluster.num_devices)
-        is_formula = task.words is None
+        is_formula = task.run is None
         if is_formula and not ("precision" in ask.pinned or "precision" in ask.requested):
             ask = ask.with_changes(precision=machine.mixed_precision)
-        key = f"{BATCH}="
-        batch = next((word.removeprefix(key) for word in arguments.others if word.startswith(key)), None)
         source = task.source
-        if batch is not None:
+        if (batch := arguments.run.texts.get(BATCH)) is not None:
             source = ResizedSource(source, BATCH_SIZE.read(BATCH, batch, where=WHERE))
         seconds = arguments.value("search_seconds", SEARCH_SECONDS)
         seconds = math.inf if seconds is None else seconds
         return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress, seconds)
 
     def _task(self, arguments: PlanArguments) -> TaskSource:
-        words = tuple(word for word in task_words(arguments) if not word.startswith(f"{BATCH}="))
+        run = arguments.run.without_plan.without([BATCH])
+        words = tuple(run.words)
         if words not in self._sources:
-            self._sources[words] = _gpt_task(words) if arguments.name == GPT else trained_task(words)
+            is_formula = run.named_task == GPT
+            self._sources[words] = TaskSource(*gpt_source(words), None) if is_formula else trained_task(run)
         return self._sources[words]
 
     def _machine(self, arguments: PlanArguments, task: TaskSource, ask: Ask) -> Machine:
         cluster, network = arguments.value("cluster"), arguments.value("network")
         devices = ask.devices or _size_of(ask)
-        key = (cluster, network, devices, task.words)
+        key = (cluster, network, devices, task.name, task.run and tuple(task.run.words))
         if key not in self._machines:
             if cluster is not None:
                 self._machines[key] = described_machine(cluster, devices=devices, network=network)
@@ -197,13 +195,13 @@ class Questions:
 
     @staticmethod
     def _here(task: TaskSource, devices: int, arguments: PlanArguments) -> Machine:
-        if task.words is None:
+        if task.run is None:
             problem = Problem("gpt without a cluster", "the machine that the formula is for", "cluster=dgx-a100")
             raise SettingError(problem, where=WHERE)
         if "network" in arguments.own:
             problem = Problem("network = … without a cluster", "a cluster with a network", "cluster=FILE.toml")
             raise SettingError(problem, where=WHERE)
-        return this_machine(task.words, task.source, devices, is_forced=arguments.value("force", False))
+        return this_machine(task.run, task.source, devices, is_forced=arguments.value("force", False))
 
 
 def _size_of(ask: Ask) -> int | None:
@@ -212,14 +210,14 @@ def _size_of(ask: Ask) -> int | None:
     return math.prod(sizes.values()) if "dp" in sizes else None
 
 
-def trained_task(words: Sequence[str]) -> TaskSource:
-    """The task that the words name. Raises FourfoldError."""
+def trained_task(run: Run) -> TaskSource:
+    """The task of a run. Raises FourfoldError."""
     from fourfold.planner.task_facts.source import TaskFacts
 
     with collection_paused():
-        prepared = job.parse_job(words, has_run_dir=False)
+        prepared = job.parse_job(run, has_run_dir=False)
     source = TaskFacts(with_batch_size(prepared.task, prepared.task_name))
-    return TaskSource(prepared.task_name, source, tuple(calibration_words(prepared)), marked_dims(prepared.task.tensor))
+    return TaskSource(prepared.task_name, source, calibration_run(prepared), marked_dims(prepared.task.tensor))
 
 
 def with_batch_size(task: Task, name: str) -> Task:
@@ -233,27 +231,16 @@ def with_batch_size(task: Task, name: str) -> Task:
     return dataclasses.replace(task, batch_size=with_sizes(make_settings(task), task, data).batch_size)
 
 
-def _gpt_task(words: Sequence[str]) -> TaskSource:
-    """The GPT that the words describe: a recipe among them is for the ask. Raises FourfoldError."""
-    return TaskSource(*gpt_source([word for word in words if not word.startswith(RECIPE_PREFIX)]), None)
-
-
-def read_ask(arguments: PlanArguments, run: Run, *, devices: int | None) -> Ask:
+def read_ask(arguments: PlanArguments, *, devices: int | None) -> Ask:
     """The ask of a command line: its file, with what the words pin. Raises PlanError."""
-    ask = _ask_of_file(arguments.ask or run.plan_file)
-    opened = (key for key, text in run.texts.items() if key in FIELDS and is_left_open(key, text))
-    pinned = pinned_fields(run, kept=arguments.kept) | dict.fromkeys(opened, AUTO)
+    run, kept = arguments.run, arguments.kept
+    ask = _ask_of_file(run.ask or run.plan_file)
+    if kept is not None:  # in place of what its settings file says
+        run = dataclasses.replace(run, settings_file=None)
+    pinned = {**(kept or {}), **run.pinned_fields(), **dict.fromkeys(run.opened, AUTO)}
     given = {"devices": arguments.value("devices") or ask.devices or devices}
     given |= {"memory": int(memory)} if (memory := arguments.value("memory")) else {}
     return ask.with_changes(**{**pinned, **given})
-
-
-def pinned_fields(run: Run, *, kept: Mapping[str, object] | None = None) -> dict[str, object]:
-    """The fields of the plan that the words give, and those of a settings file, or instead of these `kept`."""
-    texts = {key: text for key, text in run.texts.items() if key in FIELDS and not is_left_open(key, text)}
-    if kept is None:
-        kept = {} if run.settings_file is None else run.settings_file.parse(None).plan
-    return {**kept, **dataclasses.replace(run, texts=texts).plan_in_words}
 
 
 def _ask_of_file(name: str | None) -> Ask:
@@ -262,12 +249,6 @@ def _ask_of_file(name: str | None) -> Ask:
     if name.startswith(ASK_PREFIX):
         return Ask.from_toml(SHIPPED_ASKS.text(name.removeprefix(ASK_PREFIX)), where=name)
     return Ask.from_toml(read_plan_text(name), where=name)
-
-
-def task_words(arguments: PlanArguments) -> list[str]:
-    """The words that name the task and its arguments, without those of the ask."""
-    mine = (*FIELDS, *STRATEGY_WORDS)
-    return [word for word in arguments.others if word.partition("=")[0] not in mine and not is_ask(word)]
 
 
 # ---- a GPT by formula ------------------------------------------------------------------------------------------------
@@ -286,10 +267,13 @@ EXAMPLE = "layers=24 width=2304 heads=24"
 
 
 def gpt_source(words: Sequence[str]) -> tuple[str, FactsSource]:
-    """The facts of the GPT that the words describe, and what to call it. Raises FourfoldError."""
+    """The facts of the GPT that the words describe, and what to call it: a recipe among them is for the ask.
+
+    Raises FourfoldError.
+    """
     from fourfold.planner.predict.gpt_facts import GptFacts
 
-    others, given, problems = read_words(words, GPT_FIELDS)
+    others, given, problems = read_words([word for word in words if not word.startswith(RECIPE_PREFIX)], GPT_FIELDS)
     values = {name: each.default for name, each in GPT_FIELDS.items()} | given
     problems += [Problem(word, "KEY=VALUE after gpt", EXAMPLE) for word in others if word != GPT]
     if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold.cli.plan.arguments import NO_FILE, PlanArguments
+from fourfold.cli.settings_file import read_settings_file
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.plan.ask import SEARCHED
 from fourfold.plan.plan import Plan
@@ -41,13 +42,11 @@ class PlannedRun:
 
     def arguments(self, given: PlanArguments) -> PlanArguments:
         """The words with which this run's task is planned again, on as many devices unless they say otherwise."""
-        config = str(self.folder / CONFIG_FILE)
-        others = tuple(word for word in given.others if word != given.name)
+        file = read_settings_file(str(self.folder / CONFIG_FILE))
+        run = dataclasses.replace(given.run, named_task=None, settings_file=file)
         devices = {} if "devices" in given.own else {"devices": [self.plan.mesh.size]}
         out = {} if "out" in given.own else {"out": NO_FILE}
-        return dataclasses.replace(
-            given, own={**given.own, **devices, **out}, others=(config, *others), kept=self.pinned
-        )
+        return dataclasses.replace(given, own={**given.own, **devices, **out}, run=run, kept=self.pinned)
 
     @property
     def pinned(self) -> dict[str, object]:

@@ -13,20 +13,19 @@ from fourfold.cli import task_loader
 from fourfold.cli.arguments import several_values
 from fourfold.cli.plan.arguments import BATCH, GPT, LIST_WORDS, OWN_WORDS, WHERE, PlanArguments
 from fourfold.cli.plan.question import GPT_FIELDS, Questions
-from fourfold.cli.run import resolve
 from fourfold.planner.plan_text import DEVICES, Curve, Point
 from fourfold.words.errors import PlanError, Problem, SettingError
-from fourfold.words.field import KEY_VALUE, Field
+from fourfold.words.field import Field
 
 MAX_POINTS = 64
 
 
-def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list[str]]:
-    """The values of each word that is a list, as typed. `texts`: the own words as typed. Raises SettingError."""
-    own = {key: text.split(",") for key, text in texts.items() if key in LIST_WORDS and "," in text}
-    with_commas = [match for word in arguments.others if (match := KEY_VALUE.fullmatch(word)) and "," in match["value"]]
+def listed(arguments: PlanArguments) -> dict[str, list[str]]:
+    """The values of each word that is a list, as typed. Raises SettingError."""
+    own = {key: text.split(",") for key, text in arguments.texts.items() if key in LIST_WORDS and "," in text}
+    with_commas = {key: text for key, text in arguments.run.texts.items() if "," in text}
     types = _value_types(arguments) if with_commas else {}
-    found = own | several_values({match["key"]: match["value"] for match in with_commas}, types, where=WHERE)
+    found = own | several_values(with_commas, types, where=WHERE)
     if (count := math.prod(map(len, found.values()))) > MAX_POINTS:
         raise SettingError(Problem(f"{count} combinations", f"at most {MAX_POINTS}", "fewer values"), where=WHERE)
     return found
@@ -34,9 +33,9 @@ def listed(arguments: PlanArguments, texts: Mapping[str, str]) -> dict[str, list
 
 def _value_types(arguments: PlanArguments) -> dict[str, Field]:
     """Of the arguments of the task or of the formula. Raises FourfoldError."""
-    if arguments.name == GPT:
+    if arguments.run.named_task == GPT:
         return GPT_FIELDS
-    return task_loader.task_arguments(task_loader.find_task(resolve(arguments.others).task))
+    return task_loader.task_arguments(task_loader.find_task(arguments.run.task))
 
 
 def _is_number(text: str) -> bool:
