@@ -124,6 +124,7 @@ def test_a_forked_rank_begins_like_a_new_process(command: Command, tmp_path: Pat
     ("line", "code", "text"),
     [
         ("os._exit(7)", 7, ""),
+        ("os._exit(0)", 1, "the process that checked the task ended by itself, with exit code 0"),
         ("os.kill(os.getpid(), 11)", 1, "the process that checked the task was killed by SIGSEGV"),
         ("os.kill(os.getpid(), 9)", 1, "the task was killed by SIGKILL; if no person did this, the machine"),
         ("raise OSError('the disk of the task')", 2, "OSError: the disk of the task"),

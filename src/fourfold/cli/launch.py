@@ -76,7 +76,7 @@ def _set_launch_variables(num_processes: int) -> None:
 
 
 class Ended(NamedTuple):
-    """How a copy of this process, or ranks, have ended. `result`: what they, or rank 0, have written, if anything."""
+    """How a copy of this process, or ranks, have ended; and what they, or rank 0, have written unless they failed."""
 
     exit_code: int
     result: Any = None
@@ -96,14 +96,17 @@ def run_in_copy(check: Callable[[], Any]) -> Ended:
             copy.kill()
         if code == -signal.SIGTERM:
             early_sigterm.exit_requeued()
-        if code < 0:
-            print_stderr(f"fourfold: the process that checked the task {killed_by(-code)}")
-        return Ended(1 if code < 0 else code, _read_result(folder))
+        ended = _ended(code, folder)
+        if code < 0 or (code == 0 and ended.result is None):
+            how = killed_by(-code) if code < 0 else "ended by itself, with exit code 0"
+            print_stderr(f"fourfold: the process that checked the task {how}")
+            return Ended(1)
+        return ended
 
 
-def _read_result(folder: Path) -> Any:
+def _ended(code: int, folder: Path) -> Ended:
     path = folder / RESULT_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return Ended(code, json.loads(path.read_text(encoding="utf-8")) if code == 0 and path.exists() else None)
 
 
 def _check(check: Callable[[], Any], result: Path, launcher: int) -> None:
@@ -139,7 +142,7 @@ def launch_ranks(
         (folder / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
         command = ["-m", "fourfold.cli.rank_main", str(folder)]
         code = launch(command, run.decided.mesh.size, policy, is_forked=is_forked)
-        return Ended(code, _read_result(folder))
+        return _ended(code, folder)
 
 
 def launch(
