@@ -1,5 +1,6 @@
 """Laws of callbacks: hooks follow what happens; what a callback does wrong changes nothing; a stop is a run's end."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -36,6 +37,20 @@ def test_hooks_are_called_in_the_order_of_what_happens(tmp_path):
     # A checkpoint is reported when it is on the disk, which may be some steps later; the first is that of step 2, the
     # best so far.
     assert recorder.named("checkpoint") == [("checkpoint", 2), ("checkpoint", 4)]
+
+
+def test_a_hook_but_on_step_is_a_wait_that_the_hang_detector_knows(tmp_path, monkeypatch):
+    known = []
+
+    @contextlib.contextmanager
+    def waiting_for(what):
+        known.append(what)
+        yield
+
+    monkeypatch.setattr("fourfold.trainer.callback_runner.waiting_for", waiting_for)
+    train(make_task(), tmp_path, Recorder(), steps=4)
+    hooks = {what.partition(" of callback ")[0] for what in known}
+    assert hooks == {"on_start", "on_evaluate", "on_checkpoint", "on_end"}
 
 
 def test_events_hold_what_the_log_holds(tmp_path):

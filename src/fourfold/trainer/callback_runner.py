@@ -13,6 +13,7 @@ import msgspec
 
 from fourfold.checkpoint.manager import TrainingProgress
 from fourfold.checkpoint.writer import WrittenCheckpoint
+from fourfold.environment.known_waits import waiting_for
 from fourfold.model.weights import num_parameters
 from fourfold.plan.plan_fields import FIELDS
 from fourfold.step.step_runner import Metrics
@@ -175,7 +176,9 @@ class CallbackRunner:
 
     def _call_all(self, hook: str, event: Any) -> None:
         for name, each in list(self._active.items()):
-            with self._switching_off(name, hook):
+            # The other ranks wait for this one. The exception is `on_step`, which is to be short.
+            wait = contextlib.nullcontext() if hook == "on_step" else waiting_for(f"{hook} of callback {name}")
+            with wait, self._switching_off(name, hook):
                 getattr(each, hook)(event)
 
     def _deliver_faults(self) -> None:
