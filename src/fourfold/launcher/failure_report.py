@@ -37,6 +37,8 @@ from fourfold.words.errors import (
 
 # If a rank dies during the rendezvous, the others end with a LaunchError.
 ECHO_KINDS = ("PeerError", "LaunchError", "DistNetworkError")
+# What torch and gloo raise when a peer has gone. An OSError with the same words is the user's own: of a file or server.
+TORCH_KINDS = ("RuntimeError", "DistError", "DistBackendError", "DistStoreError")
 WORD = re.compile(r"\w+")
 ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
@@ -64,7 +66,9 @@ class FailureRecord:
         message = self.message.lower()
         if self.kind == SystemExit.__name__:
             return False
-        return self.kind in ECHO_KINDS or any(echo in message for echo in (*PEER_GONE_MESSAGES, PEER_FAILED))
+        if self.kind in ECHO_KINDS or PEER_FAILED in message:
+            return True
+        return self.kind in TORCH_KINDS and any(echo in message for echo in PEER_GONE_MESSAGES)
 
 
 @dataclass(frozen=True)
