@@ -335,6 +335,16 @@ def test_folders_that_are_links_are_followed_but_for_one_that_is_around_them(tmp
     assert [source[index]["text"] for index in range(len(source))] == ["ant", "bee", "cat"]
 
 
+def test_folders_that_link_to_each_other_twice_are_refused_in_time(tmp_path: Path):
+    for depth in range(30):
+        (tmp_path / str(depth)).mkdir()
+        (tmp_path / str(depth) / "x.txt").write_text("x\n")
+        for name in ("a", "b") if depth else ():
+            (tmp_path / str(depth - 1) / name).symlink_to(tmp_path / str(depth))
+    with pytest.raises(DataError, match=r"links make more than 64 paths to this folder +need a folder in one place"):
+        ff.open_source(tmp_path / "0")
+
+
 @pytest.mark.parametrize("path", [None, 5, ["a.csv", "b.csv"], b"a.csv"])
 def test_what_is_no_path_is_refused(path: Any):
     for call in (ff.open_source, ff.Pack, functools.partial(ff.pack, [1])):

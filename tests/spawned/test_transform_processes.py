@@ -38,6 +38,9 @@ def fail(sample):
 
 def die(sample, generator):
     os._exit(9)
+
+def forget(sample):
+    inputs, number = sample
 """
 
 
@@ -49,6 +52,7 @@ def test_a_transform_in_processes_gives_what_it_gives_in_threads_and_its_failure
     for name, text in (
         ("fail", "sample 7: ValueError: no such colour"),
         ("die", r"sample \d+: its worker process ended with code 9"),
+        ("forget", r"sample \d+: TypeError: it returned None, not the sample"),
         ("nothing", r"sample \d+: TypeError: .*augment.py has no function nothing"),
     ):
         with pytest.raises(DataError, match=text):

@@ -142,7 +142,7 @@ class _EpochView:
     def _transform(self, index: int, sample: Any) -> Any:
         generator = torch.Generator().manual_seed(sample_seed(self._seed, self._epoch, index))
         try:
-            result = self._transformed.call(sample, generator)
+            return self._transformed.call(sample, generator)
         except FourfoldError:
             raise
         except TransformError as error:
@@ -151,11 +151,6 @@ class _EpochView:
         except Exception as error:
             got = f"{sample_name(self._transformed.source, index)}: {error_line(error)}"
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from error
-        if result is None or inspect.isawaitable(result) or inspect.isgenerator(result):
-            returned = "None" if result is None else f"a {type(result).__name__}"
-            got = f"{sample_name(self._transformed.source, index)}: the transform returned {returned}"
-            raise DataError(Problem(got, "a function that returns the sample", "return sample"), where=WHERE)
-        return result
 
 
 def sample_seed(seed: int, epoch: int, number: int) -> int:
@@ -196,11 +191,25 @@ Call = Callable[[Any, torch.Generator], Any]
 
 
 def with_generator(transform: Any) -> Call:
-    """The transform as a function of (sample, generator). Raises DataError if it needs other arguments.
+    """The transform as a function of (sample, generator), which raises TypeError where the transform returns no sample.
 
-    It is given the generator if a parameter has this name, or the second one has no default, or a function takes any
-    number of arguments. A module that takes any number, as torchvision's v2 transforms do, is given the sample alone,
-    and so is what has no signature, such as a function written in C.
+    Raises DataError if it needs other arguments.
+    """
+    adapted = _with_generator(transform)
+
+    def call(sample: Any, generator: torch.Generator) -> Any:
+        result = adapted(sample, generator)
+        if result is None or inspect.isawaitable(result) or inspect.isgenerator(result):
+            raise TypeError(f"it returned {'None' if result is None else f'a {type(result).__name__}'}, not the sample")
+        return result
+
+    return call
+
+
+def _with_generator(transform: Any) -> Call:
+    """The transform is given the generator if a parameter has this name, or the second one has no default, or a
+    function takes any number of arguments. A module that takes any number, as torchvision's v2 transforms do, is given
+    the sample alone, and so is what has no signature, such as a function written in C.
     """
     if problems := argument_checks.callable_problems("transform", transform, need=f"{NEED}, or FILE.py:name"):
         raise DataError(problems, where=WHERE)

@@ -36,7 +36,7 @@ COMPRESSED = {  # how a file of these kinds begins, and what unpacks it
     b"\x1f\x8b": "gzip -dc",
     b"\x28\xb5\x2f\xfd": "zstd -dc",
     b"\xfd7zX": "xz -dc",
-    b"BZh": "bzip2 -dc",
+    **{b"BZh%d1AY&SY" % level: "bzip2 -dc" for level in range(1, 10)},  # not its first three alone: they are text
     b"PK\x03\x04": "unzip -p",
 }
 csv.field_size_limit(max(2**26, csv.field_size_limit()))  # of this process. Python's own, 128 KiB, is less than a text
@@ -128,7 +128,7 @@ def _skip_mark(file: BinaryIO, path: str) -> int:
 
     Raises DataError for a mark of UTF-16 or UTF-32, and for a compressed file.
     """
-    start = file.read(4)
+    start = file.read(10)
     name = os.path.basename(path)
     for magic, unpack in COMPRESSED.items():
         if start.startswith(magic):

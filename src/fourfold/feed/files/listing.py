@@ -67,12 +67,18 @@ def list_files(path: Path) -> Listing | None:
     return Listing(next(iter(known)), str(path), names)
 
 
+MAX_WAYS = 64  # that lead to one folder: a few folders with two links each to the next have a billion paths
+
+
 def names_below(root: str) -> Iterator[str]:
-    """The files in a folder and below, by their paths in it, but hidden ones. Links to folders are followed."""
-    yield from _below(root, "", frozenset({_identity(root)}))
+    """The files in a folder and below, by their paths in it, but hidden ones. Links to folders are followed.
+
+    Raises DataError where more than MAX_WAYS paths lead to one folder.
+    """
+    yield from _below(root, "", frozenset({_identity(root)}), Counter())
 
 
-def _below(root: str, folder: str, around: frozenset[tuple[int, int]]) -> Iterator[str]:
+def _below(root: str, folder: str, around: frozenset[tuple[int, int]], ways: Counter[tuple[int, int]]) -> Iterator[str]:
     with os.scandir(os.path.join(root, folder)) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -81,7 +87,11 @@ def _below(root: str, folder: str, around: frozenset[tuple[int, int]]) -> Iterat
             if not entry.is_dir():
                 yield name
             elif (own := _identity(entry.path)) not in around:  # not a link to a folder that the link is in
-                yield from _below(root, name, around | {own})
+                ways[own] += 1
+                if ways[own] > MAX_WAYS:
+                    got = f"{name}: links make more than {MAX_WAYS} paths to this folder"
+                    raise DataError(Problem(got, "a folder in one place", "a folder without these links"), where=root)
+                yield from _below(root, name, around | {own}, ways)
 
 
 def _identity(folder: str) -> tuple[int, int]:
