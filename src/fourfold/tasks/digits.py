@@ -43,7 +43,7 @@ def task(
             Problem(f"channels = {channels}", f"a multiple of {GROUP_CHANNELS}", f"channels={fitting}"),
             where="the settings of digits",
         )
-    check_sklearn()
+    sklearn_folder()  # if it is missing, that is said before a rank starts
     return Task(
         model=functools.partial(Network, channels=channels),
         loss=loss,
@@ -107,7 +107,7 @@ def evaluate(logits: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
 
 def open_data() -> Data:
     """All images in memory, every fifth held out. Raises TaskError if scikit-learn is missing."""
-    with gzip.open(check_sklearn() / IMAGES) as file:
+    with gzip.open(sklearn_folder() / IMAGES) as file:
         rows = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     images = rows[:, :-1].reshape(-1, 1, SIDE, SIDE) / MAX_PIXEL_VALUE
     classes = rows[:, -1].long()
@@ -118,7 +118,7 @@ def open_data() -> Data:
     )
 
 
-def check_sklearn() -> Path:
+def sklearn_folder() -> Path:
     """The folder of scikit-learn, which contains the images. Raises TaskError if it is missing."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
