@@ -1,12 +1,14 @@
 """Recipes: their names stand wherever a plan file does."""
 
+import dataclasses
+import json
 import sys
 
 import pytest
 
 from fourfold.cli import main
 from fourfold.cli.plan.question import trained_task
-from fourfold.cli.run import resolve
+from fourfold.cli.run import Run, resolve
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import SHIPPED_PLANS, recipe_fields, recipe_summary
 from fourfold.words.errors import FourfoldError, PlanError
@@ -41,6 +43,13 @@ def test_every_recipe_is_accepted_for_the_built_in_tasks_as_it_is(monkeypatch, t
     # Images have no tokens to split, and a model of convolutions has no blocks of column and row layers.
     split = [name for name in SHIPPED_PLANS.names() if (plan := Plan.recipe(name)).cp * plan.tp > 1]
     assert refused == split
+
+
+def test_ranks_get_the_run_of_every_recipe():
+    for name in SHIPPED_PLANS.names():
+        run = resolve(["lm", f"recipe:{name}", "lr=1e-3"])
+        run = dataclasses.replace(run, decided=run.plan())
+        assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
 
 
 def test_a_recipe_brings_settings_of_the_run_which_words_replace():
