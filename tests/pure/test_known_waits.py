@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,44 @@ def test_a_slot_holds_the_oldest_wait_and_when_the_last_one_ended(slot: memoryvi
             assert known_waits.read(slot) == first
         say("an origin: connection refused" + "." * 1000)
         now = known_waits.read(slot)
-        assert (first.what, now.since, now.until) == ("an origin", first.since, first.until)
+        assert (first.what, now.since) == ("an origin", first.since)
         assert now.what.startswith("an origin: connection refused...")
         say(os.fsdecode(b"a folder named \xff"))  # which no text in UTF-8 can be
         assert known_waits.read(slot).what == r"a folder named \udcff"
     after = known_waits.read(slot)
     assert (after.what, after.since) == ("", 0.0)
     assert after.until >= first.since
+
+
+class _SlotReadAtEachWrite:
+    """A slot that is read after each word written, as a launcher may that looks at any moment."""
+
+    def __init__(self) -> None:
+        self.words, self.seen = memoryview(bytearray(8 * SLOT_WORDS)).cast("q"), list[KnownWait]()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.words[key]
+
+    def __setitem__(self, key: int, value: int) -> None:
+        self.words[key] = value
+        self.seen.append(known_waits.read(self.words))
+
+
+def test_who_looks_at_any_moment_sees_a_wait_or_one_that_has_just_ended() -> None:
+    slot = _SlotReadAtEachWrite()
+    known_waits.write_to(slot)  # type: ignore[arg-type]
+    try:
+        with waiting_for("an origin") as say:
+            slot.seen.clear()
+            say("an origin: connection refused")
+            during = len(slot.seen)
+        said, ended = slot.seen[:during], slot.seen[during:]
+    finally:
+        known_waits.write_to(memoryview(bytearray(8 * SLOT_WORDS)).cast("q"))
+    began = said[-1].since
+    assert said
+    assert ended
+    assert all(wait.since == began or wait.until > began for wait in said + ended)
 
 
 def test_a_thread_that_ends_its_wait_leaves_that_of_another(slot: memoryview) -> None:

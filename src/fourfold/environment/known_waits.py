@@ -52,9 +52,11 @@ class _Waits:
         owner = self.slot[OWNER]
         if owner not in (0, os.getpid()) and process_state(owner) not in ("", "Z"):
             return
-        self.slot[SINCE] = 0  # a reader in between sees no wait
+        # In this order a reader in between sees a wait that has just ended, and never a rank that did not wait.
+        self.slot[UNTIL] = time.monotonic_ns()
+        self.slot[SINCE] = 0
         if not self.entries:
-            self.slot[UNTIL], self.slot[OWNER] = time.monotonic_ns(), 0
+            self.slot[OWNER] = 0
             return
         since, what = next(iter(self.entries.values()))
         self.slot[OWNER] = os.getpid()
