@@ -29,7 +29,7 @@ def test_a_slot_holds_the_oldest_wait_and_when_the_last_one_ended(slot: memoryvi
     with waiting_for("an origin") as say:
         first = known_waits.read(slot)
         with waiting_for("a copy"):
-            assert known_waits.read(slot) == first
+            assert known_waits.read(slot)[:2] == first[:2]
         say("an origin: connection refused" + "." * 1000)
         now = known_waits.read(slot)
         assert (first.what, now.since) == ("an origin", first.since)
