@@ -58,7 +58,7 @@ def manifest(rows: list[tuple[str, tuple[int, ...]]], mesh: Mesh) -> Manifest:
         scalars={},
         groups=({"lr": 0.1},),
         record=FirstStepRecord((0,), 1.0),
-        feed=DataState(0, 0, 4, 2, 10, 1),
+        feed=DataState(0, 0, 4, 2, 10, "global", 1, ""),
         random=tuple(RngState("00", place=Place(dp=index)) for index in range(mesh.dp)),
         metrics_bytes=0,
         losses=(1.0,),
@@ -103,7 +103,7 @@ ROWS_0, ROWS_2 = ((0, 0), (2, 2)), ((2, 0), (2, 2))
         ({"files": {"../../etc/passwd": FileEntry(100, "")}}, "'../../etc/passwd'"),
         ({"files": {FIRST: FileEntry(20, ""), SECOND: FileEntry(8, "")}}, "bytes of tensors in a file of 8"),
         ({"aliases": {"b": "c"}}, "c, which is not there"),
-        ({"feed": DataState(0, 0, 11, 2, 10, 1)}, "position 11 of 10"),
+        ({"feed": DataState(0, 0, 11, 2, 10, "global", 1, "")}, "position 11 of 10"),
         ({"mesh": Mesh(dp=4, cp=2)}, "2 random states on a mesh of pp 1 × dp 4 × cp 2 × tp 1, which has 4 places"),
         ({"mesh": Mesh(dp=-2, cp=-1)}, "every size must be at least 1"),
         ({"mesh": Mesh(dp=2, cp=0), "random": ()}, "every size must be at least 1"),
@@ -157,7 +157,7 @@ def test_an_inconsistent_manifest_is_refused(fields, message):
 
 
 def test_a_place_in_a_stream_of_unknown_length_is_trusted():
-    assert list(manifest_problems(changed(feed=DataState(0, 0, 11, 2, 0, 0)))) == []
+    assert list(manifest_problems(changed(feed=DataState(0, 0, 11, 2, 0, "stream", 0, "")))) == []
 
 
 @pytest.mark.parametrize(("dtype", "elements", "fits"), [

@@ -139,7 +139,7 @@ def test_every_key_figure_setting_and_plan_field_is_on_the_page(run):
 def test_the_task_s_arguments_stand_apart_from_the_settings(run):
     settings = json.loads((run / "settings.json").read_text())
     arguments = {"width": 128, "data": NASTY, "dropout": None}
-    (run / "settings.json").write_text(json.dumps({**settings, "width": 128, "task_arguments": arguments}))
+    (run / "settings.json").write_text(json.dumps({**settings, "task_arguments": arguments}))
     shown = list(parts(described(run), "Plan and settings"))
     tables = {title["text"]: dict(table["rows"]) for title, table in zip(shown[::2], shown[1::2], strict=True)}
     assert [*tables] == ["Plan", "Settings", "Arguments of the task", "Environment"]

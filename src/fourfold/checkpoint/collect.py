@@ -20,7 +20,6 @@ from fourfold.feed.feed import Feed
 from fourfold.feed.position import describe_order
 from fourfold.optim.ema import EMA
 from fourfold.optim.lr_scheduler import SteppedScheduler
-from fourfold.orders.sample_order import PLAIN_ORDERS
 from fourfold.plan.checkpoint_manifest import (
     DataState,
     FirstStepRecord,
@@ -185,10 +184,7 @@ def data_state(feed: Feed | None) -> DataState | None:
         return None
     seed, epoch, position, _ = feed.state
     where = seed, epoch, position, feed.batch_size, feed.num_samples or 0
-    order = feed.sample_order
-    if order is None or order.kind in PLAIN_ORDERS:  # as manifests have it since before there were others
-        return DataState(*where, feed.order_version)
-    return DataState(*where, **describe_order(order))
+    return DataState(*where, **describe_order(feed.sample_order))
 
 
 def rng_state(step: TrainStep) -> RngState | None:

@@ -47,7 +47,6 @@ from fourfold.feed.stream import Stream, StreamPart, split_batch_problem, stream
 from fourfold.feed.transform import SampleTransform, transformed
 from fourfold.feed.workers import Request
 from fourfold.orders.sample_order import (
-    UNSHUFFLED,
     BatchRange,
     GlobalOrder,
     InOrder,
@@ -244,11 +243,6 @@ class Feed:
         """Bytes that this rank has read from storage so far; None for a source that does not count them."""
         source: Any = self._input.source
         return getattr(source.dataset if isinstance(source, CollatedSource) else source, "bytes_read", None)
-
-    @property
-    def order_version(self) -> int:
-        """The version of the order in which samples come; 0 where they come as the source has them."""
-        return UNSHUFFLED if self.sample_order is None else self.sample_order.version
 
     @property
     def sample_order(self) -> SampleOrder | None:

@@ -32,7 +32,7 @@ from fourfold.words.task import Source
 class Position(NamedTuple):
     """The state of a feed: it has yielded samples [0, position) of the epoch.
 
-    num_samples  the length of the epoch; None for a stream that does not say, and in states of older versions
+    num_samples  the length of the epoch; None for a stream that does not say
     """
 
     seed: int
@@ -41,8 +41,8 @@ class Position(NamedTuple):
     num_samples: int | None = None
 
 
-# torch.load accepts a saved state, with weights_only too; also one that was saved when Position was in feed.py.
-torch.serialization.add_safe_globals([Position, (Position, "fourfold.feed.feed.Position")])
+# torch.load accepts a saved state, with weights_only too.
+torch.serialization.add_safe_globals([Position])
 
 
 def position_problems(state: Any, num_samples: int | None) -> list[Problem]:

@@ -23,7 +23,6 @@ import numpy as np
 
 
 ORDER_VERSION = 1
-PLAIN_ORDERS = ("global", "in order")  # those that depend on nothing but the number of samples
 UNSHUFFLED = 0  # stands for the version of the order where samples come as the source has them
 FEISTEL_ROUNDS = 8
 _MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))

@@ -150,8 +150,7 @@ class DataState(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     """How far the data had been read, and in which order.
 
     num_samples    of an epoch; 0 for a stream that does not say
-    order_version  the version of the order, such as `sample_order.ORDER_VERSION`; UNSHUFFLED without a shuffle
-    order, order_digest   what the order is, and a hash of what it depends on; "": of the global one, or none
+    order          what the order is; `order_version` of what the ids follow from, `order_digest` of what it depends on
     """
 
     seed: int
@@ -159,9 +158,9 @@ class DataState(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     position: int
     batch_size: int
     num_samples: int
+    order: str
     order_version: int
-    order: str = ""
-    order_digest: str = ""
+    order_digest: str
 
 
 class RngState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

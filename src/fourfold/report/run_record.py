@@ -23,14 +23,12 @@ from fourfold.planner.predict.prediction import RecordedPrediction, decode_predi
 from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trace.utilization import Window
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
-from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import FourfoldError, Problem, closest_match
 from fourfold.words.measures import num_units, waiting_fraction
 from fourfold.words.run_files import ARGUMENTS_KEY, LOG_FILE, PLAN_FILE, PREDICTION_FILE, SETTINGS_FILE
 
 REQUIRED_FILES = (SETTINGS_FILE, PLAN_FILE, LOG_FILE)
 ENVIRONMENT_KEYS = ("transport", "versions", "machine", "cores")
-RUN_KEYS = ("task", "rates", "callbacks", "unit", *recorded_settings())
 
 
 class ReportError(FourfoldError):
@@ -311,8 +309,7 @@ class RunRecord:
         """What the run was made of, by section: the task's arguments, settings, plan, environment."""
         arguments = self.settings.get(ARGUMENTS_KEY)
         arguments = arguments if isinstance(arguments, dict) else {}
-        # Older runs have the arguments that were given among the settings too.
-        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY, *(name for name in arguments if name not in RUN_KEYS)}
+        apart = {*ENVIRONMENT_KEYS, ARGUMENTS_KEY}
         environment: dict[str, Any] = {}
         for name in ENVIRONMENT_KEYS:
             value = self.settings.get(name)
