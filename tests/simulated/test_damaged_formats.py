@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import tracemalloc
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tfrecord.writer import TFRecordWriter
 import fourfold as ff
 from fourfold.feed import unpacked
 from fourfold.feed.files import lines
+from fourfold.feed.files.arrays import parse_npy
 from fourfold.feed.formats import arrow, hdf5, tfrecord
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.formats.tfrecord import masked_crc32c, parse_example
@@ -411,6 +413,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shape below zero": (lambda folder: lying_npy(folder, "(-1, -2)"), "8 bytes for an array"),
     "a shape nested too deep": (lambda folder: lying_npy(folder, f"({3000 * '-'}1,)"), "a head that cannot be read"),
     "a shape nested deeper": (lambda folder: lying_npy(folder, f"({9000 * '-'}1,)"), "a head that cannot be read"),
+    "a dtype of nothing": (lambda folder: lying_npy(folder, "(2,)", "()"), "a head that cannot be read"),
     "a shape of no sizes": (lambda folder: lying_npy(folder, "(True, 1)", "'<f8'"), "8 bytes for an array"),
     "groups that hold others ten times each": (many_ways, "more than 2000 datasets and groups"),
     "an array of objects": (lambda folder: lying_npy(folder, "(1,)", "'|O'"), "not of numbers"),
@@ -429,6 +432,20 @@ def test_what_a_file_claims_is_bounded_before_it_is_believed(tmp_path: Path, lie
     write(tmp_path)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path, rows=any(tmp_path.glob("*.np*")))[0]
+
+
+literals = st.recursive(
+    st.sampled_from(["", "a", "<f4", "V8", "O", "<U9999999999", b"<f4", None, True, -1, 0, 2, 2**40, 10**30]),
+    lambda each: st.lists(each, max_size=3) | st.lists(each, max_size=3).map(tuple) | st.dictionaries(st.text(), each),
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(literals, literals, st.sampled_from(["{{'descr': {}, 'fortran_order': False, 'shape': {}}}", "{{{}: {}}}"]))
+def test_a_head_of_an_array_is_read_or_damaged(first: Any, second: Any, form: str):
+    head = form.format(repr(first), repr(second)).encode()
+    with contextlib.suppress(ValueError), warnings.catch_warnings(action="ignore"):
+        parse_npy(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + bytes(8))
 
 
 def test_a_size_that_numpy_cannot_have_is_refused(tmp_path: Path):

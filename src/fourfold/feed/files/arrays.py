@@ -10,9 +10,7 @@ import io
 import math
 import os
 import threading
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,11 +28,7 @@ from fourfold.words.errors import DamagedSample, DataError, Problem
 
 LONE = "x"  # the name of an array that has none
 NUMBERS, NOT_OBJECTS = "biufc", "biufcSUVmM"  # kinds of dtypes
-# What is raised for damaged files by readers of zip files.
-ZIP_ERRORS = (KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 UNREADABLE = (ValueError, OSError, EOFError, MemoryError)
-# What Python's own parser raises, with which numpy reads the head of a .npy file: for deep nesting the last two.
-UNPARSABLE = (tokenize.TokenError, SyntaxError, TypeError, RecursionError, MemoryError)
 MAX_RATIO = 1100  # of deflate: what an entry of a zip file can expand to
 CHUNK_BYTES = 2**20
 # Python 3.11's parser of literals fails now and then where two threads are in it (python/cpython#106905).
@@ -59,7 +53,7 @@ def parse_npy_head(file: Any) -> NpyHead:
     try:
         with _PARSING:
             shape, by_columns, dtype = readers[version](file)
-    except UNPARSABLE as error:
+    except Exception as error:  # numpy's parser raises what its input leads to: SyntaxError, IndexError, …
         raise ValueError(f"a head that cannot be read: {str(error) or type(error).__name__}") from error
     return NpyHead(dtype, shape, by_columns, file.tell())
 
@@ -140,7 +134,7 @@ def _read_npz(path: str | BinaryIO, read: Any, kinds: str) -> dict[str, Any]:
                     raise ValueError(f"{entry.filename} twice")
                 with archive.open(entry) as file:
                     arrays[name] = read(file, entry.file_size, kinds)
-    except ZIP_ERRORS as error:
+    except Exception as error:  # and so does Python's reader of zip files
         raise ValueError(str(error) or type(error).__name__) from error
     return arrays
 
