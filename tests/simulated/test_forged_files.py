@@ -24,7 +24,7 @@ from fourfold.checkpoint.initial_weights import WeightFiles
 from fourfold.checkpoint.restore import CheckpointReader
 from fourfold.checkpoint.store import file_checksum, verify_checkpoint
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.verify import verify_pack
+from fourfold.feed.pack.verify import describe_pack, verify_pack
 from fourfold.feed.pack.zstd import Codec
 from fourfold.plan.checkpoint_boxes import whole
 from fourfold.testing import threads
@@ -78,7 +78,7 @@ def change(inner: Any, path: tuple[Any, ...], rng: random.Random, secret: Path) 
 
 
 def make_pack(folder: Path) -> None:
-    samples = [{"x": torch.zeros(i % 3, 2 + i % 2), "n": i, "t": "text" * (i % 5)} for i in range(12)]
+    samples = [{"x": torch.zeros(i % 3, 2 + i % 2), "label": i, "t": "text" * (i % 5)} for i in range(12)]
     ff.pack(samples, folder / "pack", shard_bytes=300, variable=["x"])
 
 
@@ -136,6 +136,7 @@ def read_pack(folder: Path) -> None:
             attempt(lambda number=number: pack[number])
         attempt(lambda: pack.fetch([0, 1]))
         verify_pack(folder / "pack")
+        attempt(lambda: describe_pack(folder / "pack"))
         attempt(lambda: ff.Pack(folder / "pack", cache=folder / "cache", cache_bytes=10**6)[0])
 
 

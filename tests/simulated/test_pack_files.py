@@ -226,6 +226,10 @@ def test_the_commands_pack_verify_and_show(tmp_path, capsys, monkeypatch):
     shard.write_bytes(data)
     assert feed_pack.run_verify(str(pack), 1) == 1
     assert f"damaged: {shard}, record 0" in capsys.readouterr().out
+    assert feed_pack.run_show(str(pack)) == 0
+    shown = capsys.readouterr().out
+    for text in ("unreadable   1   11.1 %", "0 cat        2   22.2 %", "1 dog        6   66.7 %"):
+        assert text in shown
 
 
 def test_a_source_of_a_python_file_is_packed(tmp_path):

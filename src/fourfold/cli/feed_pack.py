@@ -168,7 +168,7 @@ def run_show(path: str) -> int:
     if shown.classes:
         print_text(f"\n{shown.label}, of {format_count(sum(shown.classes.values()))} samples")
         total = sum(shown.classes.values())
-        most = sorted(shown.classes.items(), key=lambda each: -each[1])
+        most = sorted(shown.classes.items(), key=lambda each: (each[0] != "unreadable", -each[1]))
         rows = [(name, str(count), f"{100 * count / total:.1f} %") for name, count in most[:MAX_CLASSES_SHOWN]]
         for line in table_lines(rows, "<>>", gap="   "):
             print_text(f"  {line}")

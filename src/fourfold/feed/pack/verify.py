@@ -4,11 +4,11 @@ Law: a pack in which a bit has changed is found damaged, whichever file the bit 
 is named.
 
 label  the field whose balance is shown: an integer called targets, or label
-Law: nothing but the numbers of labels is read of most samples, and of at most MAX_LABELS of them.
+Law: what is shown of samples has been checked, as what a feed reads; labels are read of at most MAX_LABELS samples, of
+LABEL_BYTES in all.
 """
 
 import os
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.files import LocalPlace, PackFiles, Record
+from fourfold.feed.pack.files import LocalPlace, PackFiles
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.pack.schema import Field, leaves
 from fourfold.words.errors import DamagedSample, FourfoldError, os_error_text
@@ -107,12 +107,12 @@ def _digest(path: Path, progress: Callable[[int], Any]) -> str:
 
 # ---- Show: what is in a pack, for people ----------------------------------------------------------------------------
 
-MAX_LABELS, NUM_SHOWN, MAX_CLASSES = 100_000, 5, 10_000
+MAX_LABELS, LABEL_BYTES, NUM_SHOWN, MAX_CLASSES = 20_000, 2**32, 5, 10_000
 LABELS = (("targets",), ("label",), ("labels",))
 
 
 class Shown(NamedTuple):
-    """Texts about a pack. `classes`: how many samples have each label; empty if there is none."""
+    """Texts about a pack. `classes`: how many samples have each label, or cannot be read; empty if there is none."""
 
     facts: dict[str, str]
     fields: list[tuple[str, ...]]
@@ -142,7 +142,7 @@ def describe_pack(path: str | os.PathLike[str]) -> Shown:
     ]
     samples = [_row(pack, number) for number in range(min(NUM_SHOWN, len(pack)))]
     label = next((each for each in manifest.schema.fields if each.path in LABELS and _is_label(each)), None)
-    classes = _count_labels(files, label) if label is not None and manifest.compression == "none" else {}
+    classes = _count_labels(pack, label, lengths) if label is not None and manifest.compression == "none" else {}
     return Shown(facts, fields, samples, "" if label is None else label.name, classes)
 
 
@@ -168,29 +168,19 @@ def _text(value: Any) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def _count_labels(files: PackFiles, field: Field) -> dict[str, int]:
-    """How many samples have each label, of some spread evenly where there are many. Checksums are not checked."""
-    length = files.manifest.num_records
-    numbers = np.unique(np.arange(min(length, MAX_LABELS)) * length // min(length, MAX_LABELS))
-    found: Counter[int] = Counter()
-    for start in range(0, len(numbers), 1000):
-        for record in files.records(numbers[start : start + 1000]):
-            found[_read_label(files, record, field)] += 1
+def _count_labels(pack: Pack, field: Field, lengths: np.ndarray) -> dict[str, int]:
+    """How many samples have each label, of some spread evenly where there are many."""
+    count = min(len(pack), MAX_LABELS, 1 + int(LABEL_BYTES / lengths.mean(dtype=float)))
+    found: Counter[int | None] = Counter()
+    for number in np.arange(count) * len(pack) // count:
+        try:
+            found[int(dict(leaves(pack[number]))[field.path])] += 1
+        except FourfoldError:
+            found[None] += 1
+    unreadable = {"unreadable": found.pop(None)} if found[None] else {}
     if len(found) > MAX_CLASSES:
         return {}
     names = field.classes
     return {
-        f"{label} {names[label]}" if 0 <= label < len(names) else str(label): count
-        for label, count in sorted(found.items())
-    }
-
-
-def _read_label(files: PackFiles, record: Record, field: Field) -> int:
-    schema, head = files.manifest.schema, bytearray(files.manifest.schema.head_bytes)
-    if head:
-        record.file.preadv([memoryview(head)], record.offset)
-    sizes = struct.unpack(f"<{schema.num_open_dims}Q", head)
-    extent = next(each for each in schema.extents(sizes) if each.field.path == field.path)
-    content = bytearray(extent.stop - extent.start)
-    record.file.preadv([memoryview(content)], record.offset + extent.start)
-    return int.from_bytes(content, "little", signed=field.dtype.startswith("int"))
+        f"{label} {names[label]}" if 0 <= label < len(names) else str(label): found[label] for label in sorted(found)
+    } | unreadable
