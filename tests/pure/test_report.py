@@ -23,7 +23,6 @@ from fourfold.trace.trace_file import Event, Trace
 from fourfold.trainer import progress
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.meters import Throughput
-from fourfold.words.measures import num_units
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace
@@ -120,10 +119,10 @@ def test_a_page_is_the_static_file_with_data_that_reads_back_and_ends_no_element
 
 def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_task(run):
     metrics = Metrics(3.0, 8, 2048, None, seconds=0.5, waiting_seconds=0.125, data_seconds=0.25)
-    throughput = Throughput()
+    throughput = Throughput("samples")
     for _ in range(6):
-        throughput.add_step(num_units("samples", metrics.tokens, metrics.samples), metrics)
-    line = throughput.progress_line(6, num_steps=6, unit="samples")
+        throughput.add_step(metrics)
+    line = throughput.progress_line(6, num_steps=6)
     assert line.waiting_fraction == read_run(run).waiting_fraction() == 0.25
     assert throughput.num_units == 6 * 8
 
@@ -184,7 +183,7 @@ def test_every_measure_has_a_curve_of_exactly_its_finite_values(run):
 
 def test_learning_rate_and_gradient_norm_are_drawn_where_they_were_logged(run):
     assert not {"Learning rate", "Gradient norm"} & set(titles(described(run)))
-    step = {"loss": 1.0, "samples": 8, "seconds": 0.5, "waiting_seconds": 0.0}
+    step = {"loss": 1.0, "samples": 8, "units": 8, "unit": "samples", "seconds": 0.5, "waiting_seconds": 0.0}
     log(run, *({**step, "step": n, "lr": 0.1 / n, "grad_norm": float(n)} for n in range(1, 7)))
     data = described(run)
     assert curves(data, "Learning rate") == {"learning rate": [[n, pytest.approx(0.1 / n)] for n in range(1, 7)]}

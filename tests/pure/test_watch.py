@@ -25,7 +25,16 @@ from fourfold.words.errors import SettingError
 from tests.browser import needs_browser, open_tab
 from tests.report_data import NASTY, log, make_run, titles
 
-STEP = {"loss": 2.0, "samples": 8, "tokens": None, "seconds": 0.5, "waiting_seconds": 0.1, "lr": 0.1, "grad_norm": 1.0}
+STEP = {
+    "loss": 2.0,
+    "samples": 8,
+    "units": 8,
+    "unit": "samples",
+    "seconds": 0.5,
+    "waiting_seconds": 0.1,
+    "lr": 0.1,
+    "grad_norm": 1.0,
+}
 
 
 def steps(first: int, last: int, **fields: Any) -> list[dict[str, Any]]:

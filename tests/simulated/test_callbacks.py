@@ -15,6 +15,8 @@ import torch
 import fourfold as ff
 from fourfold.callbacks import EarlyStopping
 from fourfold.checkpoint.store import CheckpointStore, Retention, read_manifest
+from fourfold.feed.source import TensorSource
+from fourfold.report.run_record import read_run
 from fourfold.testing import threads
 from fourfold.words.errors import SettingError, StoppedError
 from tests.callback_runs import BrokenOffError, Recorder, Stopping, make_task, train, train_in_two
@@ -74,6 +76,33 @@ def test_events_hold_what_the_log_holds(tmp_path):
         start.step = 3
     with pytest.raises(TypeError):
         start.settings["clip"] = 2.0
+
+
+@pytest.mark.parametrize(("num_targets", "unit", "shown"), [
+    (6, "tokens", "tokens"), (6, "pixels", "pixels"), (6, "samples", "samples"), (1, "tokens", "samples"),
+])  # fmt: skip
+def test_throughput_counts_the_elements_of_the_targets_or_is_of_samples_everywhere(
+    num_targets, unit, shown, tmp_path, capfd
+):
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    task = dataclasses.replace(
+        make_task(),
+        model=lambda: torch.nn.Linear(4, num_targets),
+        data=lambda: ff.Data(train=TensorSource(inputs, torch.zeros(16, num_targets))),
+        unit=unit,
+    )
+    recorder = Recorder()
+    result = train(task, tmp_path, recorder, steps=2, quiet=False)
+    steps = [event for hook, event in recorder.events if hook == "step"]
+    units = 8 if shown == "samples" else 8 * num_targets
+    assert {event.unit for event in steps} == {shown}
+    *_, last = log = lines(tmp_path / "run" / "metrics.jsonl")
+    assert {(line["units"], line["unit"]) for line in log if "lr" in line} == {(units, shown)}
+    assert (last["unit"], last["rate"]) == (shown, pytest.approx(2 * units / result.seconds))
+    assert read_run(tmp_path / "run").unit == shown
+    out = capfd.readouterr().out
+    assert f"{shown} per second" in out
+    assert ("throughput is in samples, not in tokens: the batch shows one target a sample" in out) == (unit != shown)
 
 
 def test_a_run_that_sigterm_ends_is_terminated_for_its_callbacks_and_goes_on_later(tmp_path):

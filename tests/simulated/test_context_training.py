@@ -50,16 +50,16 @@ def test_a_sequence_may_be_split_over_three_or_eight_ranks_and_unevenly(dp, cp, 
     assert max(threads.run(dp * cp, lambda comm: deviation(case, dp * cp, comm))) <= TOLERANCE
 
 
-def test_metrics_count_each_sample_and_token_once():
+def test_metrics_count_each_sample_token_and_target_once():
     case = dataclasses.replace(LM, cp=2, batch_sizes=(5, 3), length=13)
 
     def body(comm):
         step = build_step(case, 4, comm)
         rows = [step(local_batch(batch, 2, step.dp_index)) for batch in batches(case)]
         rows.append(step.evaluate(local_batch(batches(case)[0], 2, step.dp_index)))
-        return [(m.samples, m.tokens) for m in rows]
+        return [(m.samples, m.tokens, m.targets) for m in rows]
 
-    assert threads.run(4, body) == [[(5, 65), (3, 39), (5, 65)]] * 4
+    assert threads.run(4, body) == [[(5, 65, 65), (3, 39, 39), (5, 65, 65)]] * 4
 
 
 def test_an_evaluation_equals_that_of_one_process():

@@ -1,5 +1,6 @@
 """Laws of the documentation: what it shows runs."""
 
+import dataclasses
 import functools
 import re
 import shlex
@@ -20,6 +21,7 @@ from fourfold.cli.settings_file import read_settings_file
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import load_cluster
+from fourfold.words import callback as words
 from fourfold.words.errors import FourfoldError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -144,3 +146,15 @@ def test_every_command_of_a_page_is_one_that_fourfold_accepts(page):
         command = parse_command(shlex.split(re.sub(r"\[.*?\]", "", line))[1:])  # without what may be left out
         if isinstance(command, functools.partial) and command.func.__name__ in ("train", "show", "verify"):
             resolve(command.args[0])
+
+
+def test_pages_list_the_fields_of_metrics_and_of_every_event():
+    def fields(kind):
+        return [each.name for each in dataclasses.fields(kind)]
+
+    listed = (ROOT / "docs" / "task.md").read_text().partition("returns `ff.Metrics`: ")[2].partition(". ")[0]
+    assert re.findall(r"`(\w+)`", listed) == fields(ff.Metrics)
+    rows = re.findall(r"\| `on_(\w+)\(event\)` \|.*\| (.*) \|", (ROOT / "docs" / "callbacks.md").read_text())
+    assert [name for name, _ in rows] == ["start", "step", "evaluate", "checkpoint", "fault", "end"]
+    for name, listed in rows:
+        assert re.findall(r"`(\w+)`", listed) == fields(getattr(words, f"{name.capitalize()}Event")), name

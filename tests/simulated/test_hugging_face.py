@@ -98,7 +98,7 @@ def test_a_model_with_its_own_loss_needs_no_adapter_and_no_plan(kind, ranks):
             step = ff.parallelize(model, None, optimizer)
             for batch in ff.Feed(texts(), batch_size=BATCH_SIZE, seed=SEED):
                 metrics = step(batch)
-                assert metrics.tokens == metrics.samples * LENGTH
+                assert metrics.tokens == metrics.targets == metrics.samples * LENGTH
                 losses.append(metrics.loss)
                 scheduler.step()
         return step.plan.dp, oracle.snapshot(step, losses, [])

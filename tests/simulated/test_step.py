@@ -193,11 +193,11 @@ def test_metrics_count_the_global_batch():
         step = build_step(case, 2, comm)
         metrics = [step(local_batch(batch, 2, comm.rank)) for batch in batches(case)]
         checked = step.evaluate(local_batch(batches(case)[0], 2, comm.rank))
-        return [(m.samples, m.tokens, m.loss) for m in (*metrics, checked)]
+        return [(m.samples, m.tokens, m.targets, m.loss) for m in (*metrics, checked)]
 
     first, second = threads.run(2, body)
     assert first == second
-    assert [row[:2] for row in first] == [(5, 80), (3, 48), (5, 80)]
+    assert [row[:3] for row in first] == [(5, 80, 80), (3, 48, 48), (5, 80, 80)]
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop"])

@@ -240,7 +240,7 @@ def _throughput_card(records: Sequence[RunRecord]) -> Card:
     is_one = len(records) == 1
     for index, record in enumerate(records):
         ends = itertools.accumulate(line["seconds"] for line in record.steps)
-        rates = (record.step_units(n) / max(line["seconds"], 1e-9) for n, line in enumerate(record.steps))
+        rates = (line["units"] / max(line["seconds"], 1e-9) for line in record.steps)
         # The first step allocates, so it is left out.
         points = downsample(smooth(list(zip(ends, rates, strict=True))[1:]), _mean)
         by_unit.setdefault(record.unit, []).append(Series("throughput" if is_one else record.name, points, index))

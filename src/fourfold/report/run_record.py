@@ -24,7 +24,7 @@ from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trace.utilization import Window
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.words.errors import FourfoldError, Problem, closest_match
-from fourfold.words.measures import num_units, waiting_fraction
+from fourfold.words.measures import waiting_fraction
 from fourfold.words.run_files import ARGUMENTS_KEY, LOG_FILE, PLAN_FILE, PREDICTION_FILE, SETTINGS_FILE
 
 REQUIRED_FILES = (SETTINGS_FILE, PLAN_FILE, LOG_FILE)
@@ -119,7 +119,7 @@ def read_faults(folder: Path) -> Faults:
 
 @dataclass
 class Segment:
-    """Steps `first_step` to `last_step`. `num_units` counts tokens, or samples if there are no tokens."""
+    """Steps `first_step` to `last_step`. `num_units`: what throughput counts."""
 
     first_step: int
     last_step: int
@@ -137,7 +137,7 @@ def read_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
         elif "step" in line and "loss" in line:
             now.last_step = line["step"]
             now.seconds += line["seconds"]
-            now.num_units += line.get("tokens") or line["samples"]
+            now.num_units += line["units"]
         # The sum of the steps leaves out evaluations, saves and batches: the elapsed time, if logged, replaces it.
         elif "elapsed_seconds" in line:
             now.seconds = line["elapsed_seconds"]
@@ -213,6 +213,7 @@ class LogLine(TypedDict, total=False):
     loss: float | None
     samples: float
     tokens: float | None
+    units: float
     seconds: float
     waiting_seconds: float
     sent_bytes: float
@@ -234,7 +235,7 @@ class LogLine(TypedDict, total=False):
 
 
 NEEDS = {
-    "loss": ("samples", "seconds", "waiting_seconds"),
+    "loss": ("samples", "units", "unit", "seconds", "waiting_seconds"),
     "finished": ("seconds",),
     "damaged": ("checkpoint",),
     "pause_seconds": ("step",),
@@ -329,12 +330,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        given = (self.finish_line or self.settings).get("unit")
-        return given or ("tokens" if self.steps and self.steps[0].get("tokens") else "samples")
-
-    def step_units(self, index: int) -> float:
-        """What the throughput counts of a step."""
-        return num_units(self.unit, self.steps[index].get("tokens"), self.steps[index]["samples"])
+        return (self.steps[-1] if self.steps else self.settings).get("unit", "samples")
 
     @property
     def total_seconds(self) -> float:
@@ -343,8 +339,7 @@ class RunRecord:
 
     @property
     def units_per_second(self) -> float:
-        """Tokens or samples per second."""
-        return sum(map(self.step_units, range(len(self.steps)))) / max(self.total_seconds, 1e-9)
+        return sum(line["units"] for line in self.steps) / max(self.total_seconds, 1e-9)
 
     @property
     def mean_sent_bytes(self) -> float:

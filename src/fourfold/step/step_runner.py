@@ -45,8 +45,10 @@ class Metrics:
 
     loss             mean over all elements of the global batch
     samples          of the global batch
-    tokens           of the global batch, padding included; None unless the inputs are a dict with `position_ids`,
-                     `positions`, `input_ids` or `tokens`
+    tokens           of the global batch, padding included; None unless the inputs are a dict that shows them, with
+                     `position_ids`, `positions`, `input_ids`, `tokens`, `inputs_embeds` or `labels` of two dims
+    targets          elements of the targets of the global batch, ignored ones included; without targets, of the
+                     `labels` in its dict; None if there are neither
     grad_norm        norm of the global gradient before clipping; None without `clip`, unless the loss is scaled. With
                      local steps: the root mean square of the ranks' own norms
     seconds          duration of the step
@@ -75,6 +77,7 @@ class Metrics:
     overflowed: bool = False
     damaged: tuple[DamagedRecord, ...] = ()
     data_seconds: float | None = None
+    targets: int | None = None
 
 
 # ---- notes of a call -----------------------------------------------------------------------------------------------
@@ -177,8 +180,7 @@ class StepRunner:
         skipped = self._finish_step(step, samples)
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self._assembly.split.num_token_shards),
-            tokens=round(totals.num_tokens) or None,
+            **self._counts(totals),
             grad_norm=step.grad_norm,
             seconds=time.perf_counter() - begin,
             waiting_seconds=meter.waiting_seconds - waited,
@@ -190,6 +192,12 @@ class StepRunner:
             damaged=self._gather_damaged(totals, step.request.damaged),
             data_seconds=data_seconds,
         )
+
+    def _counts(self, totals: StepTotals) -> dict[str, Any]:
+        """What a global batch has of each; ranks with shards of the tokens have all counted their samples whole."""
+        num_shards = self._assembly.split.num_token_shards
+        samples, targets = round(totals.num_samples / num_shards), round(totals.num_targets / num_shards)
+        return {"samples": samples, "tokens": round(totals.num_tokens) or None, "targets": targets or None}
 
     @property
     def _measures_count(self) -> bool:
@@ -280,8 +288,7 @@ class StepRunner:
         totals = wait_totals(step)
         return Metrics(
             loss=totals.loss / totals.count if totals.count else float("nan"),
-            samples=round(totals.num_samples / self._assembly.split.num_token_shards),
-            tokens=round(totals.num_tokens) or None,
+            **self._counts(totals),
             grad_norm=None,
             seconds=time.perf_counter() - begin,
             waiting_seconds=meter.waiting_seconds - waited,

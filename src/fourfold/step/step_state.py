@@ -58,6 +58,7 @@ class StepTotals:
     count: float
     num_samples: float
     num_tokens: float
+    num_targets: float
     num_stop_requests: float
     """On how many ranks a stop was requested."""
     num_mismatches: float
@@ -218,6 +219,7 @@ class StepState:
             "count": loss.count,
             "num_samples": part.num_samples,
             "num_tokens": part.num_tokens,
+            "num_targets": part.num_targets,
             "other_count": loss.other_count,
             "other_square": loss.other_square,
         }

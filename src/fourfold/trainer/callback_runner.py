@@ -75,7 +75,7 @@ class CallbackRunner:
 
     # ---- hooks
 
-    def start(self, step: TrainStep, settings: RunSettings, progress: TrainingProgress, *, unit: str) -> None:
+    def start(self, step: TrainStep, settings: RunSettings, progress: TrainingProgress) -> None:
         """The first step is about to begin, after `progress`."""
         if not self._active:
             return
@@ -85,7 +85,6 @@ class CallbackRunner:
             folder=self._logger.run_path,
             name=self._logger.run_path.name,
             task=settings.task_name or settings.run_prefix,
-            unit=unit,
             num_parameters=num_parameters(step.pipeline.skeleton, step.tensor_shards),
             num_ranks=step.plan.mesh.size,
             steps=settings.steps,
@@ -111,6 +110,7 @@ class CallbackRunner:
             seconds=metrics.seconds,
             waiting_seconds=metrics.waiting_seconds,
             units_per_second=self._logger.throughput.units_per_second,
+            unit=self._logger.throughput.unit,
             skipped=metrics.skipped is not None,
             data_seconds=metrics.data_seconds,
         )

@@ -25,7 +25,7 @@ from fourfold.feed.feed import Feed
 from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
-from fourfold.words.measures import waiting_fraction
+from fourfold.words.measures import num_units, shown_unit, waiting_fraction
 from fourfold.words.mesh import Mesh
 from fourfold.words.progress import ProgressLine
 
@@ -104,9 +104,11 @@ AVERAGED_STEPS = 20  # steps over which the progress line averages
 class Throughput:
     """The clock of a run on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        """What is counted: what was asked for, or samples if the first step shows nothing else."""
         self.num_units = 0.0
-        """Samples or tokens of all steps since `restart`."""
+        """Of all steps since `restart`."""
         self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
         self.restart(0)
 
@@ -117,11 +119,16 @@ class Throughput:
         # The end of each recent step, and of the step before them: the time in between includes reading data.
         self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
 
-    def add_step(self, units: float, metrics: Metrics) -> None:
-        """A step of so many samples or tokens has ended just now."""
+    def add_step(self, metrics: Metrics) -> float:
+        """A step has ended just now; returns what is counted of it."""
+        counts = {"samples": metrics.samples, "tokens": metrics.tokens, "targets": metrics.targets}
+        if not self._recent_metrics:
+            self.unit = shown_unit(self.unit, **counts)
+        units = num_units(self.unit, **counts)
         self.num_units += units
         self._recent_metrics.append((units, metrics))
         self._step_end_times.append(time.perf_counter())
+        return units
 
     @property
     def units_per_second(self) -> float:
@@ -132,7 +139,7 @@ class Throughput:
     def _recent_seconds(self) -> float:
         return max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
 
-    def progress_line(self, step: int, *, num_steps: int, unit: str) -> ProgressLine:
+    def progress_line(self, step: int, *, num_steps: int) -> ProgressLine:
         """Where the run stands after `step`."""
         elapsed = self._step_end_times[-1] - self._start_time
         losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
@@ -141,7 +148,7 @@ class Throughput:
             num_steps=num_steps,
             loss=sum(losses) / len(losses) if losses else float("nan"),
             units_per_second=self.units_per_second,
-            unit=unit,
+            unit=self.unit,
             waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
             remaining_seconds=elapsed / (step - self.first_step) * (num_steps - step),
         )

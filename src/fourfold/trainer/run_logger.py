@@ -29,7 +29,6 @@ from fourfold.trainer.run_identity import Identity, format_finished
 from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import os_error_text
-from fourfold.words.measures import num_units
 from fourfold.words.progress import ProgressLine
 from fourfold.words.run_files import ARGUMENTS_KEY
 from fourfold.words.task import Task
@@ -113,7 +112,7 @@ class RunLogger:
         """The run's folder as an absolute path, on every rank: a task may change the working directory."""
         self.base_lrs: list[float] = []
         """The optimizer's learning rates by group, which the schedule multiplies."""
-        self.throughput = Throughput()
+        self.throughput = Throughput(task.unit)
         self.settings_record: Mapping[str, Any] = {}
         """The settings as settings.json has them, on rank 0."""
         self._new_faults: list[Fault] = []
@@ -248,15 +247,20 @@ class RunLogger:
             self._run_dir.sync()
 
     def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
-        """Write a step's line, and show the progress. Other ranks count the samples or tokens."""
-        self.throughput.add_step(num_units(self._task.unit, metrics.tokens, metrics.samples), metrics)
+        """Write a step's line, and show the progress. Other ranks count what throughput is of."""
+        asked, units, unit = self.throughput.unit, self.throughput.add_step(metrics), self.throughput.unit
         if self._run_dir is None:
             return
+        if unit != asked:
+            shown = "no targets or labels" if metrics.targets is None else "one target a sample, and no input_ids"
+            self.log_message(f"throughput is in {unit}, not in {asked}: the batch shows {shown}")
         record: dict[str, Any] = {
             "step": step_number,
             "loss": metrics.loss,
             "samples": metrics.samples,
             "tokens": metrics.tokens,
+            "units": units,
+            "unit": unit,
             "grad_norm": metrics.grad_norm,
             "lr": float(lr),
             "seconds": metrics.seconds,
@@ -275,8 +279,7 @@ class RunLogger:
             record["skipped"] = True
         self.write_record(record)
         if self._report is not None:
-            num_steps, unit = self._settings.steps, self._task.unit
-            self._report.show_step(self.throughput.progress_line(step_number, num_steps=num_steps, unit=unit))
+            self._report.show_step(self.throughput.progress_line(step_number, num_steps=self._settings.steps))
 
     @property
     def shows_progress(self) -> bool:
@@ -312,7 +315,7 @@ class RunLogger:
             "finished": result.steps,
             "seconds": result.seconds,
             "rate": result.units_per_second,
-            "unit": self._task.unit,
+            "unit": self.throughput.unit,
             "valid": dict(result.valid),
             "loss": result.loss,
         }
@@ -321,7 +324,7 @@ class RunLogger:
         self.write_record(record)
         if self._report is not None:
             steps = result.steps - self.throughput.first_step
-            self._report.finish(format_summary(result, self._task.unit, steps=steps))
+            self._report.finish(format_summary(result, self.throughput.unit, steps=steps))
 
     def close(self) -> None:
         if self._run_dir is not None:

@@ -140,7 +140,7 @@ def train(
             trace_dir = None if logger.path is None else logger.run_path
             tracer = Tracer(step, every=settings.trace_every, folder=trace_dir, log_message=logger.log_message)
             heartbeat.set_resumed_step(progress.step)
-            hooks.start(step, settings, progress, unit=task.unit)
+            hooks.start(step, settings, progress)
             memory_log = MemoryLog(step, logger, memory)
             loop = TrainingLoop(
                 task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory_log, hooks

@@ -21,7 +21,6 @@ class StartEvent:
     folder    the run's folder, as an absolute path; a callback may write files of its own there
     name      the folder's name
     task      the task as it was named: `lm`, `FILE.py:name`, or "run"
-    unit      what throughput counts: "tokens", "samples" …
     steps     how many steps the run has in all
     step      the step after which it resumes; 0: it begins
     settings  of the run, as in settings.json; under `task_arguments` the arguments of the task
@@ -31,7 +30,6 @@ class StartEvent:
     folder: Path
     name: str
     task: str
-    unit: str
     num_parameters: int
     num_ranks: int
     steps: int
@@ -48,9 +46,10 @@ class StepEvent:
     step       its number; the first is 1
     grad_norm  before clipping; None where nothing measures it
     lr         the learning rate of the first parameter group
-    tokens     None if the inputs have no positions
+    tokens     None if the inputs show none
     seconds, waiting_seconds   its duration on rank 0, and the part of it that rank 0 spent waiting for communication
     units_per_second   over all ranks, the mean of the last steps
+    unit       what they are: the task's unit, or "samples" where nothing else can be counted
     data_seconds   how long rank 0 waited for the step's batch; not part of `seconds`
     skipped    whether `skip_nan` skipped it, because its loss or gradient was not finite
     """
@@ -64,6 +63,7 @@ class StepEvent:
     seconds: float
     waiting_seconds: float
     units_per_second: float
+    unit: str
     skipped: bool
     data_seconds: float | None = None
 

@@ -10,9 +10,20 @@ from collections.abc import Sequence
 MODES = ("min", "max")
 
 
-def num_units(unit: str, tokens: int | None, samples: float) -> float:
-    """What throughput counts of a step: its tokens, unless the task's unit is samples or there are none."""
-    return samples if unit == "samples" else tokens or samples
+def num_units(unit: str, *, samples: float, tokens: float | None, targets: float | None) -> float:
+    """What throughput counts of a step: its samples, the tokens that its inputs show, or the elements of its targets.
+
+    `samples` again where there is nothing else to count.
+    """
+    if unit == "samples":
+        return samples
+    return (tokens if unit == "tokens" else None) or targets or samples
+
+
+def shown_unit(unit: str, *, samples: float, tokens: float | None, targets: float | None) -> str:
+    """The unit in which the count of a step may be shown: "samples" if it counts nothing else."""
+    is_shown = num_units(unit, samples=samples, tokens=tokens, targets=targets) > samples
+    return unit if is_shown or (targets and unit != "tokens") else "samples"
 
 
 def waiting_fraction(steps: Sequence[tuple[float, float]]) -> float:

@@ -53,7 +53,8 @@ class Task:
     schedule   (step, steps) -> factor of the learning rate
     scheduler  (optimizer) or (optimizer, steps) -> torch scheduler, in place of `schedule`. It is stepped once after
                each step, with microbatches too; ReduceLROnPlateau after each evaluation, with the validation loss
-    unit       what throughput counts: the elements of the targets ("tokens", "bytes") or "samples"
+    unit       what throughput counts: "samples"; "tokens", those that a dict of inputs shows, else the elements of the
+               targets; or another name for these elements. Samples, and so named, where there is nothing else to count
     steps, epochs   how long to train: one of them, or neither: 1000 steps
     batch_size global; None: that of a DataLoader given as data, else 32
     tuned_for  the global batch size that the optimizer's learning rate was tuned for; None: batch_size

@@ -32,7 +32,7 @@ from fourfold.words.errors import DivergenceError, Problem, TrainingError
 from fourfold.words.program import LOSS
 from fourfold.words.rank_groups import format_groups
 
-NUM_LOSS_SCALARS = 9
+NUM_LOSS_SCALARS = 10
 """The room for each kind of scalars of the world."""
 
 # ---- divergence report -----------------------------------------------------------------------------------------------

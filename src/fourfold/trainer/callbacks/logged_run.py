@@ -91,9 +91,9 @@ def is_logged(step: int, every: int) -> bool:
     return step == 1 or step % every == 0
 
 
-def step_metrics(event: StepEvent, *, unit: str) -> dict[str, float]:
+def step_metrics(event: StepEvent) -> dict[str, float]:
     """`train/loss`, `train/lr`, `train/grad_norm` where it was measured, `train/tokens_per_second` …"""
-    metrics = {"train/loss": event.loss, "train/lr": event.lr, f"train/{unit}_per_second": event.units_per_second}
+    metrics = {"train/loss": event.loss, "train/lr": event.lr, f"train/{event.unit}_per_second": event.units_per_second}
     return metrics if event.grad_norm is None else {**metrics, "train/grad_norm": event.grad_norm}
 
 

@@ -39,14 +39,13 @@ class MLflow(Callback):
         check_every(every, callback="MLflow")
         check_installed("mlflow", "mlflow", callback="MLflow")
         _check_store(tracking_uri)
-        self._experiment, self._tracking_uri, self._unit, self._every = experiment, tracking_uri, "", every
+        self._experiment, self._tracking_uri, self._every = experiment, tracking_uri, every
         self._client: Any = None
         self._logged: LoggedRun | None = None
 
     def on_start(self, event: StartEvent) -> None:
         from mlflow import MlflowClient
 
-        self._unit = event.unit
         self._client = MlflowClient(tracking_uri=self._tracking_uri)
         self._logged = LoggedRun(event.folder, "mlflow", step=event.step)
         if self._logged.run_id:
@@ -69,7 +68,7 @@ class MLflow(Callback):
 
     def on_step(self, event: StepEvent) -> None:
         if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
-            self._log(self._logged.run_id, step_metrics(event, unit=self._unit), event.step)
+            self._log(self._logged.run_id, step_metrics(event), event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         if self._logged is not None and self._logged.take_evaluation(event.step):

@@ -29,7 +29,7 @@ class TensorBoard(Callback):
         """Raises SettingError if tensorboard is not installed, or for an impossible `every`."""
         check_every(every, callback="TensorBoard")
         check_installed("tensorboard", "tensorboard", callback="TensorBoard")
-        self._folder, self._unit, self._every = folder, "", every
+        self._folder, self._every = folder, every
         self._writer: Any = None
 
     def on_start(self, event: StartEvent) -> None:
@@ -38,13 +38,13 @@ class TensorBoard(Callback):
         folder = event.folder / "tensorboard" if self._folder is None else Path(self._folder)
         # Hides what earlier attempts have written of the steps that now come again.
         purged_from = event.step + 1 if folder.exists() else None
-        self._writer, self._unit = SummaryWriter(str(folder), purge_step=purged_from), event.unit
+        self._writer = SummaryWriter(str(folder), purge_step=purged_from)
         if event.step == 0:
             self._writer.add_text("run", f"```json\n{json.dumps(run_config(event), indent=2)}\n```", 0)
 
     def on_step(self, event: StepEvent) -> None:
         if is_logged(event.step, self._every):
-            self._add(step_metrics(event, unit=self._unit), event.step)
+            self._add(step_metrics(event), event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         self._add(evaluate_metrics(event), event.step)

@@ -29,14 +29,13 @@ class Trackio(Callback):
         """Raises SettingError if trackio is not installed, or for an impossible `every`."""
         check_every(every, callback="Trackio")
         check_installed("trackio", "trackio", callback="Trackio")
-        self._project, self._space_id, self._unit, self._every = project, space_id, "", every
+        self._project, self._space_id, self._every = project, space_id, every
         self._run: Any = None
         self._logged: LoggedRun | None = None
 
     def on_start(self, event: StartEvent) -> None:
         import trackio
 
-        self._unit = event.unit
         self._logged = logged = LoggedRun(event.folder, "trackio", step=event.step)
         # Names are what Trackio resumes by, and folders of two machines may have the same.
         name = logged.run_id or f"{event.name}-{secrets.token_hex(3)}"
@@ -52,7 +51,7 @@ class Trackio(Callback):
 
     def on_step(self, event: StepEvent) -> None:
         if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
-            self._run.log(step_metrics(event, unit=self._unit), step=event.step)
+            self._run.log(step_metrics(event), step=event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         if self._logged is not None and self._logged.take_evaluation(event.step):

@@ -41,14 +41,13 @@ class WandB(Callback):
         check_every(every, callback="WandB")
         check_installed("wandb", "wandb", callback="WandB")
         self._project, self._entity, self._mode, self._settings = project, entity, mode, dict(settings or {})
-        self._unit, self._every = "", every
+        self._every = every
         self._run: Any = None
         self._logged: LoggedRun | None = None
 
     def on_start(self, event: StartEvent) -> None:
         import wandb
 
-        self._unit = event.unit
         self._logged = logged = LoggedRun(event.folder, "wandb", step=event.step)
         is_new = not logged.run_id
         run_id = secrets.token_hex(8) if is_new else logged.run_id
@@ -70,7 +69,7 @@ class WandB(Callback):
 
     def on_step(self, event: StepEvent) -> None:
         if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
-            self._run.log(step_metrics(event, unit=self._unit), step=event.step)
+            self._run.log(step_metrics(event), step=event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         if self._logged is not None and self._logged.take_evaluation(event.step):
