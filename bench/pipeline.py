@@ -5,7 +5,8 @@
 
 busy    a stage's own forwards and backwards of a step, without waiting; the slower rank's
 bound   busy · (1 + the formula's bubble), and the rest of a step's own work, such as updates
-formula (p − 1)/(v · m), v being the stages of a rank; of zero-bubble (p − 1)(F + I − 2W)/(m(F + I + W)), at least 0
+formula (p − 1)/(v · m), v being the stages of a rank; of zero-bubble (p − 1)(F + I − 2W)/(m(F + I + W)), at least 0,
+        with W in place of 2W where only p microbatches may be in flight
 bubble  (step − rest − busy)/busy, busy being the mean over ranks
 
 Steps are compared with those of `torch.distributed.pipelining` and with their bound, messages with gloo's. float32,
@@ -25,8 +26,6 @@ from bench.data_parallel import middle_half
 from bench.measurement import describe_machine, format_table
 from bench.pipeline_worker import COMPUTES, EDGE, FOURFOLD, GLOO, SHARED, TORCH, Setting
 from bench.process_world import World
-from fourfold.axes.pipeline.rules.schedules import expected_bubble
-from fourfold.axes.pipeline.rules.spec import BlockCosts, PipelineSpec
 
 MODULE = "bench.pipeline_worker"
 RANKS = 2
@@ -42,11 +41,12 @@ def bubble_formula(setting: Setting, seconds: Mapping[str, float]) -> float:
     """The bubble that the schedule must have. `seconds`: of the computes, by verb."""
     if setting.schedule != "zero-bubble":
         return (RANKS - 1) / (setting.num_chunks * setting.microbatches)
-    costs = BlockCosts(*(seconds[verb] for verb in ("forward", "backward-input", "backward-weight")))
-    spec = PipelineSpec(RANKS, setting.microbatches, max_in_flight=setting.max_in_flight, costs=costs)
-    bubble = expected_bubble("zero-bubble", spec)
-    assert bubble is not None
-    return bubble
+    forward, backward_input, backward_weight = (
+        seconds[verb] for verb in ("forward", "backward-input", "backward-weight")
+    )
+    fillings = {None: 1, RANKS: 1, 2 * RANKS - 1: 2}[setting.max_in_flight]  # of H1, and of H2
+    gap = max(0.0, forward + backward_input - fillings * backward_weight)
+    return (RANKS - 1) * gap / (setting.microbatches * (forward + backward_input + backward_weight))
 
 
 class StepTurn(NamedTuple):

@@ -30,3 +30,19 @@ def whole_step(size):
     """The sizes of a synchronous step with as many microbatches as all batches together."""
     spec = PipelineSpec(**size)
     return PipelineSpec(spec.pp, spec.microbatches * spec.num_batches, spec.interleave)
+
+
+def expected_bubble(schedule, spec):
+    """The bubble of a synchronous schedule by its paper's formula.
+
+    Of zero-bubble with a limit of p or 2p − 1 microbatches in flight, and with at least as many.
+
+    Sources: (p − 1)/m, GPipe (1811.06965); (p − 1)/(v·m), Narayanan et al. (2104.04473), §2.2.2; H1 and H2, Qi et al.
+    (2401.10241), table 2. The search may find a smaller bubble than that of H2 within a larger limit.
+    """
+    p, m, costs = spec.pp, spec.microbatches, spec.costs
+    if schedule != "zero-bubble":
+        return (p - 1) / (spec.interleave * m)
+    fillings = {p: 1, 2 * p - 1: 2}[spec.max_in_flight or p]
+    gap = costs.forward + costs.backward_input - fillings * costs.backward_weight
+    return (p - 1) * max(0.0, gap) / (m * costs.total)

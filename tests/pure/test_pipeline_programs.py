@@ -1,4 +1,4 @@
-"""Laws of pipeline programs: what the checker finds, what exchanges keep, what the timeline shows."""
+"""Laws of pipeline programs: what the checker finds, what the timeline shows."""
 
 import time
 
@@ -6,20 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.axes.pipeline.rules.checker import (
-    as_entries,
-    buffered_deadlock_problems,
-    deadlock_problems,
-    fuse_exchanges,
-    program_problems,
-    read_written,
-)
+from fourfold.axes.pipeline.rules.checker import deadlock_problems, program_problems, read_written
 from fourfold.axes.pipeline.rules.edges import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.schedules import SCHEDULES, compute_actions, schedule_problems
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.axes.pipeline.show import timeline_text
 from fourfold.words.errors import format_problems
-from fourfold.words.program import Action, ProgramError, Verb, format_program, parse_program
+from fourfold.words.program import Action, Verb, format_program, parse_program
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step
 
 SENDS = {Verb.SEND_FORWARD: (Verb.RECEIVE_FORWARD, 1), Verb.SEND_BACKWARD: (Verb.RECEIVE_BACKWARD, -1)}
@@ -45,82 +38,62 @@ def inputs_of(action, present):
     return [each for each in wanted if each in present]
 
 
-def ends(entries, *, sends_block):
+def ends(lists):
     """Whether a program ends, found by trying every index again and again."""
-    at, done, present = [0] * len(entries), set(), {a for each in entries for entry in each for a in entry}
-
-    def posted(action):
-        return any(at[i] < len(each) and action in each[at[i]] for i, each in enumerate(entries))
+    at, done, present = [0] * len(lists), set(), {action for actions in lists for action in actions}
 
     def can_end(action):
-        if not all(each in done for each in inputs_of(action, present)):
-            return False
-        verb, step = {**SENDS, **RECEIVES}.get(action.verb, (None, 0))
-        if verb is None or (action.verb in SENDS and not sends_block):
-            return True
-        other = Action(verb, action.stage + step, action.index)
-        if not sends_block:
-            return other in done
-        return other in done or (posted(other) and all(each in done for each in inputs_of(other, present)))
+        verb, step = RECEIVES.get(action.verb, (None, 0))
+        sent = Action(verb, action.stage + step, action.index)
+        return done.issuperset(inputs_of(action, present)) and (verb is None or sent in done)
 
     moved = True
     while moved:
         moved = False
-        for index, each in enumerate(entries):
-            while at[index] < len(each):
-                new = {action for action in each[at[index]] if action not in done and can_end(action)}
-                done |= new
-                moved = moved or bool(new)
-                if not done.issuperset(each[at[index]]):
-                    break
+        for index, actions in enumerate(lists):
+            while at[index] < len(actions) and can_end(actions[at[index]]):
+                done.add(actions[at[index]])
                 at[index] += 1
-    return all(place == len(each) for place, each in zip(at, entries, strict=True))
+                moved = True
+    return all(place == len(actions) for place, actions in zip(at, lists, strict=True))
 
 
-def swapped(entries, index, place):
-    """The program with two neighbouring entries of an index swapped."""
-    new = [list(each) for each in entries]
+def swapped(lists, index, place):
+    """The program with two neighbouring actions of an index swapped."""
+    new = [list(each) for each in lists]
     new[index][place : place + 2] = reversed(new[index][place : place + 2])
     return new
 
 
-def flat(entries):
-    return [[action for entry in each for action in entry] for each in entries]
-
-
 @st.composite
 def swaps(draw):
-    """A program of a schedule, plain, with sends or with exchanges, and one swap of neighbours in it."""
+    """A program of a schedule, plain or with sends, and one swap of neighbours in it."""
     schedule, size = draw(sizes())
     lists = compute_actions(schedule, **size)
-    with_sends = add_sends(lists, PipelineSpec(**size).num_stages)
-    entries = draw(st.sampled_from([as_entries(lists), as_entries(with_sends), fuse_exchanges(with_sends)]))
+    lists = draw(st.sampled_from([lists, add_sends(lists, PipelineSpec(**size).num_stages)]))
     index = draw(st.integers(0, size["pp"] - 1))
-    return entries, swapped(entries, index, draw(st.integers(0, len(entries[index]) - 2)))
+    return lists, swapped(lists, index, draw(st.integers(0, len(lists[index]) - 2)))
 
 
 @given(case=swaps())
 def test_any_swap_of_neighbours_that_makes_a_program_wrong_is_found(case):
     before, after = case
-    for entries in (before, after):
-        assert bool(deadlock_problems(entries)) == (not ends(entries, sends_block=True))
-        ends_buffered = ends(as_entries(flat(entries)), sends_block=False)
-        assert bool(buffered_deadlock_problems(flat(entries))) == (not ends_buffered)
-    assert ends(as_entries(flat(before)), sends_block=False)
+    assert ends(before)
+    assert not deadlock_problems(before)
+    assert bool(deadlock_problems(after)) == (not ends(after))
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_every_swap_in_a_small_program_is_judged_right_and_many_are_wrong(schedule):
     spec = PipelineSpec(3, 3, 2 if schedule == "interleaved" else 1)
-    entries = fuse_exchanges(add_sends(SCHEDULES[schedule].make(spec), spec.num_stages))
+    lists = add_sends(SCHEDULES[schedule].make(spec), spec.num_stages)
     verdicts = []
-    for index, each in enumerate(entries):
+    for index, each in enumerate(lists):
         for place in range(len(each) - 1):
-            new = swapped(entries, index, place)
-            verdicts.append(ends(new, sends_block=True))
+            new = swapped(lists, index, place)
+            verdicts.append(ends(new))
             assert bool(deadlock_problems(new)) != verdicts[-1]
-            is_legal = ends(as_entries(flat(new)), sends_block=False)
-            assert bool(program_problems(dict(enumerate(flat(new))), spec)) != is_legal
+            assert bool(program_problems(dict(enumerate(new)), spec)) != verdicts[-1]
     assert 0.2 < verdicts.count(False) / len(verdicts) < 1
 
 
@@ -140,7 +113,7 @@ def check_nominal_count(program):
 
 
 @given(case=sizes(), data=st.data())
-def test_a_program_in_random_order_is_judged_right_and_made_to_end_if_it_can(case, data):
+def test_a_program_in_random_order_is_judged_right(case, data):
     schedule, size = case
     size |= {"microbatches": min(3, size["microbatches"])} if schedule in {"gpipe", "1f1b", "zero-bubble"} else {}
     lists = [list(each) for each in compute_actions(schedule, **size)]
@@ -149,46 +122,22 @@ def test_a_program_in_random_order_is_judged_right_and_made_to_end_if_it_can(cas
         place = data.draw(st.integers(0, len(lists[index]) - 2))
         lists[index][place : place + 2] = reversed(lists[index][place : place + 2])
     program = add_sends(lists, PipelineSpec(**size).num_stages)
-    if ends(as_entries(program), sends_block=False):
-        assert ends(fuse_exchanges(program), sends_block=True)
+    if ends(program):
         assert not program_problems(dict(enumerate(program)), whole_step(size))
         if not read_written(format_program(dict(enumerate(map(tuple, lists)))), whole_step(size))[1]:
             check_nominal_count(program)
     else:
-        with pytest.raises(ProgramError):
-            fuse_exchanges(program)
         assert program_problems(dict(enumerate(program)), whole_step(size))
-
-
-@given(case=sizes())
-def test_exchanges_keep_all_actions_and_the_order_of_computing(case):
-    schedule, size = case
-    before = add_sends(compute_actions(schedule, **size), PipelineSpec(**size).num_stages)
-    computing = {Verb.FORWARD, Verb.BACKWARD, Verb.BACKWARD_INPUT, Verb.BACKWARD_WEIGHT}
-    for actions, entries in zip(before, fuse_exchanges(before), strict=True):
-        after = [action for entry in entries for action in entry]
-        assert sorted(map(str, after)) == sorted(map(str, actions))
-        assert [a for a in after if a.verb in computing] == [a for a in actions if a.verb in computing]
-        assert all(len(entry) == 1 or not computing & {action.verb for action in entry} for entry in entries)
-
-
-def test_gpipe_needs_no_exchange_and_1f1b_does():
-    gpipe, one_f_one_b = (add_sends(compute_actions(name, pp=4, microbatches=8), 4) for name in ("gpipe", "1f1b"))
-    assert fuse_exchanges(gpipe) == as_entries(gpipe)
-    assert len(deadlock_problems(as_entries(one_f_one_b))) == 4
-    fused = [entry for entries in fuse_exchanges(one_f_one_b) for entry in entries if len(entry) > 1]
-    assert fused
-    assert all({action.verb for action in entry} == {Verb.SEND_BACKWARD, Verb.RECEIVE_FORWARD} for entry in fused)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_program_of_sixteen_stages_is_checked_within_half_a_second(schedule):
     spec = PipelineSpec(8, 128, 2) if schedule == "interleaved" else PipelineSpec(16, 128)
-    entries = fuse_exchanges(add_sends(SCHEDULES[schedule].make(spec), spec.num_stages))
+    lists = add_sends(SCHEDULES[schedule].make(spec), spec.num_stages)
     seconds = []
     for _ in range(3):  # the best of three: other processes of a test run share the caches
         begin = time.process_time()
-        assert not deadlock_problems(entries)
+        assert not deadlock_problems(lists)
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.5
 
@@ -275,15 +224,14 @@ def test_a_written_program_may_have_whole_and_halved_backwards(case, data):
     assert not program_problems(dict(enumerate(mixed)), whole_step(size))
     program = add_sends(mixed, size["pp"])
     assert not program_problems(dict(enumerate(program)), whole_step(size))
-    assert not deadlock_problems(fuse_exchanges(program))
 
 
 def test_a_deadlock_is_shown_as_a_grid_with_marks():
     program = parse_program("0: F0.0 S0.0 C0.0 B0.0\n1: F1.0 V1.0 B1.0 D1.0")
-    assert format_problems(deadlock_problems(as_entries(list(program.values())))).splitlines() == [
+    assert format_problems(deadlock_problems(list(program.values()))).splitlines() == [
         "2 problems",
-        "  index 0: F0.0 ▸S0.0 C0.0 B0.0        need V1.0 of index 1",
-        "  index 1:      ▸F1.0 V1.0 B1.0 D1.0   need V1.0 in front of it",
+        "  index 0: F0.0 S0.0 ▸C0.0 B0.0             need D1.0 of index 1",
+        "  index 1:           ▸F1.0 V1.0 B1.0 D1.0   need V1.0 in front of it",
     ]
 
 

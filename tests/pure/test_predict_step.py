@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.axes.pipeline.rules.schedules import batch_actions, expected_bubble
+from fourfold.axes.pipeline.rules.schedules import batch_actions
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
 from fourfold.plan.codec import CodecSpec
 from fourfold.plan.lowering import lower
@@ -26,6 +26,7 @@ from fourfold.planner.predict.step import number_step, predict_step, predicted_r
 from fourfold.words.layout import Change
 from fourfold.words.program import Verb
 from fourfold.words.trace_events import COMPUTE_LANE
+from tests.pipeline_sizes import expected_bubble
 from tests.planner_cases import FREE, ChainFacts, LinearPrices, cases, compute_only, dearer
 
 
@@ -215,7 +216,6 @@ def check_bubble(schedule: str, pp: int, microbatches: int, interleave: int, lim
     terms = predict(plan, compute_only(), facts).terms
     spec = PipelineSpec(pp, microbatches, interleave, max_in_flight=limit)
     expected = expected_bubble(schedule, spec)
-    assert expected is not None
     assert terms.compute > 0
     assert terms.bubble / terms.compute == pytest.approx(expected, rel=0.005, abs=1e-9)
     assert terms.total == pytest.approx(terms.compute + terms.bubble)

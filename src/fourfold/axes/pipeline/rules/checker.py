@@ -3,13 +3,8 @@
 complete  one forward of every stage and microbatch, and one backward: B, or I and W
 message   a send or receive; a program has all of them or none, which `add_sends` then adds
 order     of a stage's microbatches, and of the messages between two indexes: these are not named, they come in turn
-rendezvous  a send ends only once its receive has been posted, as over NCCL or with large messages over MPI; whoever
-            waits for it does nothing else
-entry       what an index posts at one time: a compute action, a message, or an exchange
-exchange    messages that are posted together; it ends when all of them have
-grid        the program's lines, with a mark at the entry at which each index is stuck
+grid      the program's lines, with a mark at the action at which each index is stuck
 Law: a program without problems runs to its end, whatever the speed of the ranks; all problems are found at once.
-Law: a program that ends under rendezvous ends with every transport, at any speed of the ranks.
 """
 
 import itertools
@@ -24,195 +19,65 @@ from fourfold.words.errors import Problem
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, ProgramError, Verb, parse_program
 
-# ---- rendezvous ----------------------------------------------------------------------------------------------------
+# ---- deadlocks -----------------------------------------------------------------------------------------------------
 
-Entry = tuple[Action, ...]
-Entries = tuple[tuple[Entry, ...], ...]
-RECEIVES = frozenset({Verb.RECEIVE_FORWARD, Verb.RECEIVE_BACKWARD})
-NUM_CONTEXT_ENTRIES = 3  # that the grid shows before and after a mark
+NUM_CONTEXT = 3  # actions that the grid shows before and after a mark
 MARK = "▸"
 
 
-def as_entries(lists: Sequence[Sequence[Action]]) -> Entries:
-    """Every action by itself."""
-    return tuple(tuple((action,) for action in actions) for actions in lists)
+def deadlock_problems(lists: Sequence[Sequence[Action]]) -> list[Problem]:
+    """The grid of where the indexes are stuck, although no send blocks; empty: the program ends.
 
-
-def deadlock_problems(entries: Sequence[Sequence[Entry]]) -> list[Problem]:
-    """The grid of where the indexes are stuck under rendezvous; empty: the program ends.
-
-    An action that no index has counts as done: `completeness_problems` names it.
+    An action that no index has counts as done: `_completeness_problems` names it.
     """
-    run = _Run(entries)
-    run.advance()
-    return run.problems()
-
-
-def fuse_exchanges(lists: Sequence[Sequence[Action]]) -> Entries:
-    """The same actions, so posted that they end under rendezvous: where the program would be stuck, the receive for
-    which a send waits is posted together with the message at which its own index waits.
-
-    The receive is nearly always the next action: in 1F1B, a stage that sends a gradient receives an activation. Only
-    programs with a longer warm-up need one from further on. Computing order stays as it is. Raises ProgramError for
-    lists that end with no transport.
-    """
-    run = _Run(as_entries(lists))
-    run.advance()
-    while late := run.late_receives():
-        run.post_early(min(late, key=run.distance))
-        run.advance()
-    if run.problems():
-        raise ProgramError(buffered_deadlock_problems(lists), where="the program: it cannot end")
-    return run.posted()
-
-
-def buffered_deadlock_problems(lists: Sequence[Sequence[Action]]) -> list[Problem]:
-    """The grid of where the indexes are stuck although no send blocks; empty: the program ends."""
-    run = _Run(as_entries(lists), sends_block=False)
-    run.advance()
-    return run.problems()
-
-
-class _Run:
-    """A program that runs as far as it comes, under rendezvous or with sends that do not block.
-
-    Actions are numbered; `_needs`, `_twins` and `_where` have an item for each of them.
-    """
-
-    def __init__(self, entries: Sequence[Sequence[Entry]], *, sends_block: bool = True) -> None:
-        self._actions = [Dependency(i, action) for i, each in enumerate(entries) for entry in each for action in entry]
-        numbers = {each: number for number, each in enumerate(self._actions)}
-        program = {i: tuple(action for entry in each for action in entry) for i, each in enumerate(entries)}
-        dependencies = Dependencies(program, Mesh(pp=max(1, len(entries))))
-        self._needs = [[numbers[n] for n in dependencies.of(*each) if n in numbers] for each in self._actions]
-        # The other half of a message: a receive depends on its send. If sends do not block, that is all there is to it.
-        self._twins: list[int | None] = [None] * len(self._actions)
-        for number, (_, action) in enumerate(self._actions):
-            if sends_block and action.verb in RECEIVES and self._needs[number]:
-                send = self._needs[number].pop()
-                self._twins[number], self._twins[send] = send, number
-        self._entries = [
-            [[numbers[Dependency(i, a)] for a in entry] for entry in each] for i, each in enumerate(entries)
-        ]
-        self._where = [0] * len(self._actions)
-        for each in self._entries:
-            for at, entry in enumerate(each):
-                for number in entry:
-                    self._where[number] = at
-        self._at = [0] * len(entries)
-        self._is_done = [False] * len(self._actions)
-        self._waiters: dict[int, list[int]] = {}
-        self._ready = deque(range(len(entries)))
-
-    def advance(self) -> None:
-        """Run on until no index can."""
-        while self._ready:
-            index = self._ready.popleft()
-            entries = self._entries[index]
-            while self._at[index] < len(entries) and self._ends(index, entries[self._at[index]]):
-                self._at[index] += 1
-
-    def _ends(self, index: int, entry: Sequence[int]) -> bool:
-        """End what can end of the entry at which an index stands. Returns whether that is all of it."""
-        for number in entry:
-            if not self._is_done[number] and self._can_end(index, number):
-                self._end(number)
-                twin = self._twins[number]
-                if twin is not None:
-                    self._end(twin)
-                    self._ready.append(self._actions[twin].rank)
-        return all(self._is_done[number] for number in entry)
-
-    def _can_end(self, index: int, number: int) -> bool:
-        for needed in self._needs[number]:
-            if not self._is_done[needed]:
-                self._waiters.setdefault(needed, []).append(index)
-                return False
-        twin = self._twins[number]
-        # A twin that is posted but may not begin looks again at both, once it may.
-        return twin is None or (self.distance(twin) == 0 and self._may_begin(twin))
-
-    def _end(self, number: int) -> None:
-        self._is_done[number] = True
-        self._ready.extend(self._waiters.pop(number, ()))
-
-    def _may_begin(self, number: int) -> bool:
-        return all(self._is_done[each] for each in self._needs[number])
-
-    def _pending(self, index: int) -> list[int]:
-        """What an index waits to end; empty when it has ended."""
-        entries, at = self._entries[index], self._at[index]
-        return [number for number in entries[at] if not self._is_done[number]] if at < len(entries) else []
-
-    def late_receives(self) -> list[int]:
-        """The receives for which a send waits, on indexes that wait for other messages."""
-        pending = [self._pending(index) for index in range(len(self._entries))]
-        wait_for_message = [any(self._twins[each] is not None for each in numbers) for numbers in pending]
-        sends = [
-            number
-            for numbers in pending
-            for number in numbers
-            if self._actions[number].action.verb not in RECEIVES and self._may_begin(number)
-        ]
-        receives = [receive for send in sends if (receive := self._twins[send]) is not None]
-        return [each for each in receives if self.distance(each) > 0 and wait_for_message[self._actions[each].rank]]
-
-    def distance(self, number: int) -> int:
-        """How many entries after the one at which its index stands."""
-        return self._where[number] - self._at[self._actions[number].rank]
-
-    def post_early(self, receive: int) -> None:
-        """Post a receive together with what its index waits for."""
-        index = self._actions[receive].rank
-        self._entries[index][self._where[receive]].remove(receive)
-        self._entries[index][self._at[index]].append(receive)
-        self._where[receive] = self._at[index]
-        self._ready.append(index)
-
-    def posted(self) -> Entries:
-        """The entries as they are now."""
-        return tuple(tuple(self._entry(entry) for entry in each if entry) for each in self._entries)
-
-    def _entry(self, numbers: Sequence[int]) -> Entry:
-        return tuple(self._actions[number].action for number in numbers)
-
-    def problems(self) -> list[Problem]:
-        """The grid: a line for each index that is stuck, with what it waits for."""
-        stuck = {index: numbers for index in range(len(self._entries)) if (numbers := self._pending(index))}
-        befores = {index: self._context(index, before=True) for index in stuck}
-        width = max(map(len, befores.values()), default=0)
-        return [
-            Problem(
-                f"index {index}: {befores[index]:>{width}}{MARK}{self._context(index, before=False)}",
-                ", ".join(map(self._reason, numbers)),
-            )
-            for index, numbers in stuck.items()
-        ]
-
-    def _context(self, index: int, *, before: bool) -> str:
-        """The entries in front of the one at which an index is stuck, or that one and those behind it."""
-        at, entries = self._at[index], self._entries[index]
-        low, high = (max(0, at - NUM_CONTEXT_ENTRIES), at) if before else (at, at + NUM_CONTEXT_ENTRIES + 1)
-        words = [format_entry(self._entry(entry)) for entry in entries[low:high] if entry]
-        if before:
-            return "".join(f"{word} " for word in ["…"] * (low > 0) + words)
-        return " ".join(words + ["…"] * (high < len(entries)))
-
-    def _reason(self, stuck: int) -> str:
-        missing = [each for each in self._needs[stuck] if not self._is_done[each]]
-        twin = self._twins[stuck]
-        if not missing and twin is not None:
-            missing = [twin]
-        own = self._actions[stuck].rank
-        return " and ".join(
-            f"{action} of index {index}" if index != own else f"{action} in front of it"
-            for index, action in (self._actions[each] for each in missing)
+    needs = _needs(lists)
+    at, done = [0] * len(lists), set[Dependency]()
+    waiters, ready = dict[Dependency, list[int]](), deque(range(len(lists)))
+    while ready:
+        index = ready.popleft()
+        while at[index] < len(lists[index]):
+            own = Dependency(index, lists[index][at[index]])
+            missing = next((each for each in needs[own] if each not in done), None)
+            if missing is not None:
+                waiters.setdefault(missing, []).append(index)
+                break
+            done.add(own)
+            ready.extend(waiters.pop(own, ()))
+            at[index] += 1
+    stuck = [index for index, actions in enumerate(lists) if at[index] < len(actions)]
+    befores = {index: _before(lists[index], at[index]) for index in stuck}
+    width = max(map(len, befores.values()), default=0)
+    return [
+        Problem(
+            f"index {index}: {befores[index]:>{width}}{MARK}{_from(lists[index], at[index])}",
+            _reason(index, [each for each in needs[Dependency(index, lists[index][at[index]])] if each not in done]),
         )
+        for index in stuck
+    ]
 
 
-def format_entry(entry: Entry) -> str:
-    """`F0.1`, and an exchange as `D1.0+V1.1`."""
-    return "+".join(map(str, entry))
+def _needs(lists: Sequence[Sequence[Action]]) -> dict[Dependency, list[Dependency]]:
+    """By action, what it waits for of what the program has."""
+    program = {index: tuple(actions) for index, actions in enumerate(lists)}
+    dependencies = Dependencies(program, Mesh(pp=max(1, len(lists))))
+    all_needs = {Dependency(i, each): dependencies.of(i, each) for i, actions in program.items() for each in actions}
+    return {each: [need for need in needs if need in all_needs] for each, needs in all_needs.items()}
+
+
+def _before(actions: Sequence[Action], at: int) -> str:
+    low = max(0, at - NUM_CONTEXT)
+    return "".join(f"{word} " for word in ["…"] * (low > 0) + list(map(str, actions[low:at])))
+
+
+def _from(actions: Sequence[Action], at: int) -> str:
+    high = at + NUM_CONTEXT + 1
+    return " ".join([*map(str, actions[at:high]), *["…"] * (high < len(actions))])
+
+
+def _reason(own: int, missing: Sequence[Dependency]) -> str:
+    return " and ".join(
+        f"{action} of index {index}" if index != own else f"{action} in front of it" for index, action in missing
+    )
 
 
 # ---- the checker ---------------------------------------------------------------------------------------------------
@@ -252,7 +117,7 @@ def program_problems(program: Mapping[int, Sequence[Action]], spec: PipelineSpec
     problems += _completeness_problems(lists, spec)
     if any(action.verb in SENDS for actions in lists for action in actions):
         problems += _message_problems(lists, spec)
-    return problems + buffered_deadlock_problems(lists)
+    return problems + deadlock_problems(lists)
 
 
 def _is_in_place(index: int, action: Action, spec: PipelineSpec) -> bool:

@@ -3,7 +3,6 @@
 schedule    a row of `SCHEDULES`: a function that makes the lists, and what it can be made for
 lists       by pipeline index, its compute actions in order
 warm-up     the forwards of an index in front of its first backward
-version     of a stage's weights: how many updates they have seen; batch t of synchronous training uses version t
 stash       the versions that a stage keeps: those that its microbatches in flight use, and the newest one
 drain       the backwards that are left after the last batch's forwards
 I, W        the backward of a stage's inputs, for which the stage before it waits; that of its weights: nobody waits
@@ -18,15 +17,13 @@ runs its backwards in order of microbatch, so that all schedules sum gradients i
 Law: the steps of all batches and the drain are the whole list in order, and no step waits for a later one.
 Law: no index ever has more microbatches in flight than the limit, and no index waits while it could begin an F or an I
 within the limit.
-Law: the simulated bubble is the expected one, if messages take no time.
+Law: the simulated bubble is that of the papers, if messages take no time.
 
 Sources: GPipe (Huang et al., 1811.06965); 1F1B: PipeDream-Flush (Narayanan et al., 2006.09503) and DAPPLE (Fan et al.,
 2007.01045); interleaved 1F1B (Narayanan et al., 2104.04473, §2.2); PipeDream (Narayanan et al., SOSP 2019): with stage
 k of n counted from 1, batch t uses w_k(t − n + k); PipeDream-2BW (2006.09503): batch t uses w(t − 1) on every stage;
 Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241): with a limit of pp the bubble is that of ZB-H1, with
 2 pp − 1 that of ZB-H2; the search is the heuristic of its section 3.1.
-Sources: (p − 1)/m, see GPipe (1811.06965); (p − 1)/(v·m), Narayanan et al. (2104.04473), §2.2.2; H1 and H2, Qi et al.
-(2401.10241), table 2.
 """
 
 import heapq
@@ -140,15 +137,6 @@ def batches_in_flight(spec: PipelineSpec) -> int:
     return -(-warm_up(spec, 0) // spec.microbatches)
 
 
-def drain_actions(spec: PipelineSpec, num_batches: int) -> ComputeLists:
-    """The backwards that are left after the steps of so many batches."""
-    total = num_batches * spec.microbatches
-    return tuple(
-        tuple(Action(Verb.BACKWARD, stage, i) for i in range(max(0, total - (spec.pp - 1 - stage)), total))
-        for stage in range(spec.pp)
-    )
-
-
 def _forward_and_backward(stage: int, microbatch: int, warm_up: int) -> list[Action]:
     forward = Action(Verb.FORWARD, stage, microbatch)
     return [forward, Action(Verb.BACKWARD, stage, microbatch - warm_up)] if microbatch >= warm_up else [forward]
@@ -157,11 +145,6 @@ def _forward_and_backward(stage: int, microbatch: int, warm_up: int) -> list[Act
 def staleness(schedule: str, spec: PipelineSpec, stage: int) -> int:
     """How many updates a stage's weights miss in the forwards and backwards of a batch."""
     return {"pipedream": spec.pp - 1 - stage, "2bw": 1}.get(schedule, 0)
-
-
-def weight_version(schedule: str, spec: PipelineSpec, stage: int, batch: int) -> int:
-    """The version of a stage's weights that a batch uses in forward and backward; stages and batches count from 0."""
-    return max(0, batch - staleness(schedule, spec, stage))
 
 
 def num_stashed(schedule: str, spec: PipelineSpec, stage: int) -> int:
@@ -322,25 +305,6 @@ def simulated_bubble(
         spans = [(min(start for start, _ in spans), max(end for _, end in spans))] * len(spans)
     busy = [sum(costs.of(timed.action) for timed in times) for times in computing]
     return max((stop - start - own) / own for (start, stop), own in zip(spans, busy, strict=True))
-
-
-def expected_bubble(schedule: str, spec: PipelineSpec) -> float | None:
-    """The bubble by the schedule's formula; None: there is none for these sizes.
-
-    Of the zero-bubble schedules, H1 needs m ≥ p microbatches and a limit of p in flight, H2 m ≥ 2p − 1 and a limit of
-    2p − 1. The search may find a smaller bubble than that of H2 within a larger limit.
-    """
-    p, m, costs = spec.pp, spec.microbatches, spec.costs
-    if schedule in ASYNCHRONOUS:
-        return 0.0  # between the first batches and the drain
-    if schedule != "zero-bubble":
-        return (p - 1) / (spec.interleave * m)
-    limit = spec.max_in_flight or p
-    fillings = {p: 1, 2 * p - 1: 2}.get(limit)
-    if fillings is None or m < limit:
-        return None
-    gap = costs.forward + costs.backward_input - fillings * costs.backward_weight
-    return (p - 1) * max(0.0, gap) / (m * costs.total)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
