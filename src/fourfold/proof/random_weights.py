@@ -3,6 +3,7 @@
 free  every weight is drawn at order 1, so that no mixing of tokens hides behind a small scale or a closed gate
 near  every weight is its own value times a number from 0.5 to 1.5; a zero becomes a small number
 tile  random numbers are drawn once per parameter, at most TILE_SIZE of them, and repeated
+window  a weight of a model that is not all here: it takes nearly no memory
 Law: all ranks get the same weights, whatever their device.
 """
 
@@ -89,15 +90,26 @@ def random_tiled(like: Tensor, generator: torch.Generator, *, is_uniform: bool =
     return numbers.to(like.device).double().repeat(times)[: like.numel()].view(like.shape)
 
 
-def draw_weight(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A weight of order 1 for a parameter whose own values are elsewhere; float64.
+@torch.no_grad()
+def window_weight(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight of order 1 that takes nearly no memory: a random vector, of which the rows of the weight are windows.
 
-    Vectors are positive, so that the model may take a logarithm or a root: a gate, a bias, the scale of a norm.
+    Row i begins at element i: a weight [n, m] takes n + m − 1 elements, and its rows differ. Vectors are positive: the
+    model may take their logarithm or root. Integers are 0.
     """
-    like = torch.empty((), device=device).expand(tuple(shape))
-    if sum(size > 1 for size in shape) <= 1:
-        return 1 + 0.5 * random_tiled(like, _generator_of(name), is_uniform=True)
-    return random_tiled(like, _generator_of(name)) / math.sqrt(max(1, math.prod(shape[1:])))
+    shape = tuple(shape)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    if not shape or 0 in shape:
+        return torch.ones(shape, dtype=dtype, device=device)
+    row = math.prod(shape[1:])
+    step = 2 if len(shape) > 1 and shape[-1] == 2 else 1  # the model may take such weights as complex numbers
+    count = step * (shape[0] - 1) + row
+    values = torch.rand(count * (1 + dtype.is_complex), generator=_generator_of(name), dtype=torch.float64)
+    values = 0.75 + values / 2 if len(shape) == 1 else (values - 0.5) * math.sqrt(12 / row)
+    values = torch.view_as_complex(values.view(-1, 2)) if dtype.is_complex else values
+    strides = [step, *(math.prod(shape[dim + 1 :]) for dim in range(1, len(shape)))]
+    return values.to(device, dtype).as_strided(shape, strides)
 
 
 def _random_weight(p: Tensor, generator: torch.Generator) -> Tensor:

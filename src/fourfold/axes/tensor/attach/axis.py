@@ -10,9 +10,9 @@ from typing import NamedTuple, Self
 
 from torch import nn
 
-from fourfold.axes.tensor.attach.drawn_weights import copy_structure
 from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
 from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
+from fourfold.axes.tensor.attach.whole_weights import copy_structure
 from fourfold.axes.tensor.rules.dims import TensorSpec, dims_on_axis
 from fourfold.axes.tensor.rules.layout import TensorLayout, tensor_layout
 from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, sequence_parallel_layout

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fourfold.axes.tensor.attach.axis import TensorAxis, cut
-from fourfold.axes.tensor.attach.dry_run import Findings, LossFunction, TensorDryRun, TensorMemoryFit
+from fourfold.axes.tensor.attach.dry_run import Findings, LossFunction, TensorDryRun, ways
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems
 from fourfold.axes.tensor.attach.split_randomness import slices_mismatch, with_slices_of_one_token
 from fourfold.comm.communicator import Communicator
@@ -20,7 +20,6 @@ from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, SharedSample
 from fourfold.proof.checks import (
     Check,
     Learned,
-    MemoryFit,
     Report,
     find_memory_fit,
     fit_of_bytes,
@@ -34,9 +33,7 @@ from fourfold.words.errors import Problem, TaskError
 
 DRY_RUN_SAMPLES = 2
 DRY_RUN_TOKENS = 256
-NUM_LARGEST = (
-    4  # of the largest weight: random numbers of its size, in float64, become the weight, which has a gradient
-)
+NUM_LARGEST = 4  # of the largest weight: a copy for an operation, its gradient, and the sum of those of two uses
 WHERE = "the tensor rules"
 log = logging.getLogger("fourfold")
 
@@ -89,7 +86,7 @@ class TensorCheck:
     def memory_fits(self) -> Sequence[bool]:
         options: dict[str, Any] = {"num_local_ranks": self._world.world.local_size}
         held = find_memory_fit(self._axis.structure, self._world.device, **options)
-        return [*held, *fit_of_bytes(*drawn_bytes(self._axis), self._world.device, **options)]
+        return [*held, *fit_of_bytes(*num_bytes_without_held(self._axis), self._world.device, **options)]
 
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:
@@ -109,7 +106,7 @@ class TensorCheck:
             samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in parts]
             dry_run = TensorDryRun(self._model, self._axis, self._world.device, self._loss)
             with self._attention():
-                findings = dry_run.run(samples, TensorMemoryFit(MemoryFit(*fits[:2]), MemoryFit(*fits[2:])))
+                findings = dry_run.run(samples, ways(fits))
         if findings.error is not None:
             raise findings.error
         if self._trained.training and not findings.problems:
@@ -185,17 +182,16 @@ def _complete_draws(reports: Sequence[Report]) -> None:
             report["draws"] = draws
 
 
-def drawn_bytes(axis: TensorAxis) -> tuple[int, int]:
-    """Bytes of weights and gradients where whole weights are drawn one at a time: in float64, and in the model's dtype.
+def num_bytes_without_held(axis: TensorAxis) -> tuple[int, int]:
+    """Bytes of weights and gradients where whole weights are not held: in float64, and in the model's dtype.
 
-    This rank's parts, and two gradients of each; of the largest weight the random numbers, itself and its gradient.
+    This rank's parts, and two gradients of each; of the largest weight what an operation makes of it, and its gradient.
     """
     own = dict(axis.structure.named_parameters())
-    local = {name: axis.shards[name].num_elements for name in own}
-    num_elements = 3 * sum(local.values()) + NUM_LARGEST * max(p.numel() for p in own.values())
-    widest = max(p.element_size() for p in own.values())
-    num_bytes = 3 * sum(local[name] * p.element_size() for name, p in own.items())
-    return 8 * num_elements, num_bytes + NUM_LARGEST * max(max(8, widest) * p.numel() for p in own.values())
+    local = {name: 3 * axis.shards[name].num_elements for name in own}
+    num_elements = sum(local.values()) + NUM_LARGEST * max(p.numel() for p in own.values())
+    num_bytes = sum(local[name] * p.element_size() for name, p in own.items())
+    return 8 * num_elements, num_bytes + NUM_LARGEST * max(p.element_size() * p.numel() for p in own.values())
 
 
 def _first_samples(batch: tuple[Any, Any]) -> list[Any]:

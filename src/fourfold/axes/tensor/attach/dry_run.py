@@ -1,7 +1,8 @@
 """Dry run of the tensor axis, on one rank: the whole model and the model that is cut run on a few samples.
 
-whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients. Where all
-          whole weights do not fit into memory, they are there one at a time
+whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients. Where whole
+          weights do not fit into memory, they are of a kind that takes nearly none (`whole_weights.py`)
+way       the dtype (None: the model's), and whether whole weights are held
 cut       the model with this rank's parts of the same weights, with the other tensor ranks
 findings  what differs, for the ranks to judge together
 Law: the whole run sends nothing. In the cut run a rank that fails tells the others at their next collective, so none
@@ -17,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.tensor.attach.axis import TensorAxis
-from fourfold.axes.tensor.attach.drawn_weights import DrawnWeights, HeldWeights, RandomWeights, WeightSource
 from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
+from fourfold.axes.tensor.attach.whole_weights import make_whole_weights
 from fourfold.comm.tensor_group import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model
 from fourfold.model.rank_dropout import FoundDraw
-from fourfold.plan.param_spec import TensorShard
-from fourfold.proof.checks import CheckUnavailable, MemoryFit, preserve_module, summarize_error
+from fourfold.proof.checks import CheckUnavailable, preserve_module, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, gradient_tolerance_of, is_close, run_backward
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled
+from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import swapped_state
 from fourfold.words.errors import PeerError, Problem, TaskError
@@ -42,23 +43,20 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 LossFunction = Callable[[Any, Any], Any]
 
 
-MakeSource = Callable[[RandomWeights, Mapping[str, TensorShard]], WeightSource]
-
-
 class NotFinite(CheckUnavailable):
     """The whole model gives numbers that are not finite. Those of another batch may be."""
 
 
-class TensorMemoryFit(NamedTuple):
-    """Which dry runs fit into memory: with all whole weights held, and with each drawn where it is used."""
+Way = tuple[torch.dtype | None, bool]
 
-    held: MemoryFit = MemoryFit()
-    drawn: MemoryFit = MemoryFit()
 
-    def ways(self) -> list[tuple[torch.dtype | None, Callable[..., WeightSource]]]:
-        """The dtype (None: the model's) and the source of whole weights of each way, the strictest first."""
-        fits = zip((torch.float64, None), *self, strict=True)
-        return [(dtype, HeldWeights if held else DrawnWeights) for dtype, held, drawn in fits if held or drawn]
+def ways(fits: Sequence[bool]) -> list[Way]:
+    """The ways that fit into memory, the strictest first.
+
+    fits  whether whole weights fit that are held: in float64, and in the model's dtype; and the same of others
+    """
+    by_dtype = zip((torch.float64, None), fits[:2], fits[2:], strict=True)
+    return [(dtype, held) for dtype, held, others in by_dtype if held or others]
 
 
 class Findings(NamedTuple):
@@ -66,7 +64,6 @@ class Findings(NamedTuple):
 
     error        the model's own, where it fails before anything is compared
     out_of_step  another rank was in another collective, or has failed: this one has stopped
-    dtype        in which was compared; None: the model's own
     draws        for which part of its tensor each dropout of the forward draws
     unavailable  why nothing was compared; empty: it was
     is_finite    nothing was compared only because of numbers that are not finite: False
@@ -129,14 +126,15 @@ class TensorDryRun:
         self._place = TensorPlace(axis.group.index, axis.group.size, axis.splits_tokens)
         self._problems = RuleProblems(model, axis)
 
-    def run(self, samples: Sequence[Any], memory_fit: TensorMemoryFit) -> Findings:
-        """Compare the models on the first of these batches that the whole model takes. Collective on the tensor ranks.
+    def run(self, samples: Sequence[Any], possible: Sequence[Way]) -> Findings:
+        """Compare the models on the first of these batches that the whole model takes, in the first of these ways that
+        is possible. Collective on the tensor ranks.
 
         Raises PeerError only.
         """
         group = CheckedTensorGroup(self._axis.group, self._device)
         try:
-            return self._run_checked(samples, memory_fit, group)
+            return self._run_checked(samples, possible, group)
         except CallMismatch:
             return Findings(out_of_step=True)
         except PeerError:
@@ -146,15 +144,14 @@ class TensorDryRun:
                 group.finish(has_failed=True)
             return Findings(error=error)
 
-    def _run_checked(self, samples: Sequence[Any], memory_fit: TensorMemoryFit, group: CheckedTensorGroup) -> Findings:
-        ways = memory_fit.ways()
-        has_float64 = any(dtype is not None for dtype, _ in ways)
+    def _run_checked(self, samples: Sequence[Any], possible: Sequence[Way], group: CheckedTensorGroup) -> Findings:
+        has_float64 = any(dtype is not None for dtype, _ in possible)
         reasons = [] if has_float64 else ["the model does not fit into memory in float64"]
         error: Exception | None = None
         is_finite = True
-        for number, (batch, (dtype, source)) in enumerate(itertools.product(samples, ways)):
+        for number, (batch, (dtype, is_held)) in enumerate(itertools.product(samples, possible)):
             try:
-                whole = self._run_whole(batch, dtype, source)
+                whole = self._run_whole(batch, dtype, is_held=is_held)
             except CheckUnavailable as unavailable:
                 is_finite = is_finite and not isinstance(unavailable, NotFinite)
                 reasons.append(str(unavailable))
@@ -217,25 +214,28 @@ class TensorDryRun:
 
     # ---- whole --------------------------------------------------------------------------------------
 
-    def _run_whole(self, batch: Any, dtype: torch.dtype | None, source: MakeSource) -> WholeRun:
+    def _run_whole(self, batch: Any, dtype: torch.dtype | None, *, is_held: bool) -> WholeRun:
         """The whole model's run, without the loss where that has no finite gradients."""
         try:
-            return self._run_with(batch, dtype, source, has_loss=self._loss is not None)
+            return self._run_with(batch, dtype, is_held=is_held, has_loss=self._loss is not None)
         except NotFinite:
             if self._loss is None:
                 raise
-            whole = self._run_with(batch, dtype, source, has_loss=False)
+            whole = self._run_with(batch, dtype, is_held=is_held, has_loss=False)
             self._loss_error = "with random weights, its gradients are not finite"
             return whole
 
-    def _run_with(self, batch: Any, dtype: torch.dtype | None, source: MakeSource, *, has_loss: bool) -> WholeRun:
+    def _run_with(self, batch: Any, dtype: torch.dtype | None, *, is_held: bool, has_loss: bool) -> WholeRun:
         structure = self._axis.structure
         for module, before in zip(self._model.modules(), structure.modules(), strict=True):
             before.training = module.training
-        random_weights = RandomWeights(self._model, self._shards, dtype, self._device)
-        parts, weights = random_weights.local(), source(random_weights, self._shards)
-        with self._computing(structure, weights.parameters, dtype), weights:
-            run = self._forward(structure, _cast(batch, dtype), ModuleTrace(structure))
+        weights = make_whole_weights(self._model, self._shards, dtype, self._device, is_held=is_held)
+        with self._computing(structure, weights.parameters, dtype):
+            writes = WeightWriteTracker(structure, not_restored=weights.parameters.keys())
+            with contextlib.nullcontext() if is_held else writes:
+                run = self._forward(structure, _cast(batch, dtype), ModuleTrace(structure))
+            if writes.written:  # elements of such a weight share memory
+                raise CheckUnavailable("the model writes into a weight")
             if not all(bool(each.isfinite().all()) for each in run.outputs if each.requires_grad):
                 raise NotFinite("outputs that are not finite")
             losses, state = None, {**dict(structure.named_buffers()), **weights.parameters}
@@ -246,7 +246,7 @@ class TensorDryRun:
             upstream = _random_upstream([*run.outputs, *(losses or ())])
             run_backward([*run.outputs, *(losses or ())], upstream)
             later = self._forward_again(structure, _cast(batch, dtype))
-        found = weights.local_gradients()
+        parts, found = weights.local, weights.gradients
         gradients = {name: found.get(name, torch.zeros_like(p)) for name, p in parts.items() if p.requires_grad}
         if not all(bool(each.isfinite().all()) for each in gradients.values()):
             raise NotFinite("gradients that are not finite")
