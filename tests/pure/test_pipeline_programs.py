@@ -15,8 +15,8 @@ from fourfold.words.errors import format_problems
 from fourfold.words.program import Action, Verb, format_program, parse_program
 from tests.pipeline_sizes import SYNCHRONOUS, sizes, whole_step
 
-SENDS = {Verb.SEND_FORWARD: (Verb.RECEIVE_FORWARD, 1), Verb.SEND_BACKWARD: (Verb.RECEIVE_BACKWARD, -1)}
-RECEIVES = {Verb.RECEIVE_FORWARD: (Verb.SEND_FORWARD, -1), Verb.RECEIVE_BACKWARD: (Verb.SEND_BACKWARD, 1)}
+SENDS = {Verb.SEND_FORWARD, Verb.SEND_BACKWARD}
+RECEIVES = {Verb.RECEIVE_FORWARD: [(Verb.SEND_FORWARD, -1)], Verb.RECEIVE_BACKWARD: [(Verb.SEND_BACKWARD, 1)]}
 
 
 def inputs_of(action, present):
@@ -43,9 +43,8 @@ def ends(lists):
     at, done, present = [0] * len(lists), set(), {action for actions in lists for action in actions}
 
     def can_end(action):
-        verb, step = RECEIVES.get(action.verb, (None, 0))
-        sent = Action(verb, action.stage + step, action.index)
-        return done.issuperset(inputs_of(action, present)) and (verb is None or sent in done)
+        sends = [Action(verb, action.stage + step, action.index) for verb, step in RECEIVES.get(action.verb, [])]
+        return done.issuperset([*inputs_of(action, present), *sends])
 
     moved = True
     while moved:

@@ -10,7 +10,7 @@ every rank raises the same error, which names the groups and what differs betwee
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -26,91 +26,58 @@ NOTHING = "nothing"
 
 
 class Row(NamedTuple):
-    """A row of the table. `need` and `attempt` are those of the error."""
+    """The error of what is not as it must be: `where`, `need` and `attempt` are its words."""
 
-    who: str
-    must: Literal["agree", "differ"]
-    when: str
     error: type[FourfoldError]
     where: str
     need: str
     attempt: str = ""
 
 
-_AT_BUILD = "at the build, before anything else is sent"
 _EVERY_RANK, _THE_RANKS = "the same on every rank", "the ranks"
-_WHOLE_SOURCE = "the same source on every rank: the feed gives each rank its part"
 
 TABLE: Mapping[str, Row] = {
-    "call": Row("all ranks", "agree", _AT_BUILD, PlanError, _THE_RANKS, "the same call on every rank"),
-    "versions": Row(
-        "all ranks", "agree", _AT_BUILD, PlanError, _THE_RANKS, _EVERY_RANK, "one environment for all ranks"
-    ),
-    "plan": Row("all ranks", "agree", _AT_BUILD, PlanError, _THE_RANKS, _EVERY_RANK, "one plan for all ranks"),
-    "options": Row("all ranks", "agree", _AT_BUILD, PlanError, _THE_RANKS, _EVERY_RANK, "the same arguments"),
-    "model": Row(
-        "all ranks",
-        "agree",
-        _AT_BUILD,
-        PlanError,
-        "the models of the ranks",
-        _EVERY_RANK,
-        "a model made in the same way on every rank",
-    ),
-    "loss": Row("all ranks", "agree", _AT_BUILD, PlanError, "the losses of the ranks", _EVERY_RANK, "one loss"),
+    # All ranks agree, at the build, before anything else is sent.
+    "call": Row(PlanError, _THE_RANKS, "the same call on every rank"),
+    "versions": Row(PlanError, _THE_RANKS, _EVERY_RANK, "one environment for all ranks"),
+    "plan": Row(PlanError, _THE_RANKS, _EVERY_RANK, "one plan for all ranks"),
+    "options": Row(PlanError, _THE_RANKS, _EVERY_RANK, "the same arguments"),
+    "model": Row(PlanError, "the models of the ranks", _EVERY_RANK, "a model made in the same way on every rank"),
+    "loss": Row(PlanError, "the losses of the ranks", _EVERY_RANK, "one loss"),
     "optimizer": Row(
-        "all ranks",
-        "agree",
-        "at the build",
-        PlanError,
-        "the optimizers of the ranks",
-        _EVERY_RANK,
-        "an optimizer made in the same way on every rank",
+        PlanError, "the optimizers of the ranks", _EVERY_RANK, "an optimizer made in the same way on every rank"
     ),
+    # Data ranks agree, at the first batch of a feed or of a validation.
     "source": Row(
-        "data ranks",
-        "agree",
-        "the first batch of a feed or of a validation",
         TaskError,
         "the source",
-        _WHOLE_SOURCE,
+        "the same source on every rank: the feed gives each rank its part",
         "the whole source, not a rank's own part of it; random samples with a fixed seed",
     ),
+    # Ranks that work on the same samples agree, at every batch.
     "batch": Row(
-        "ranks that work on the same samples",
-        "agree",
-        "every batch",
         TaskError,
         "the batch",
         "the same batch on each of these ranks: they work on the same samples",
         "ff.Feed(dataset, plan, batch_size=…), or ff.shard(loader, plan)",
     ),
+    # Data ranks differ, at every batch until two have differed.
     "samples": Row(
-        "data ranks",
-        "differ",
-        "every batch, until two have differed",
         TaskError,
         "the batches",
         "different samples on each data rank",
         'ff.Feed(dataset, batch_size=…), ff.shard(loader), or same_batches="allow"',
     ),
+    # Ranks that hold the same weights or buffers agree, after the first step, every `drift_check` steps, at the end.
     "weights": Row(
-        "ranks that hold the same weights or buffers",
-        "agree",
-        "the first step, every `drift_check` steps, the end of a run",
         DivergenceError,
         "the weights",
         "the same bits on every rank that holds a weight",
         "the same seeds, hooks and edits on every rank; weights changed by hand inside step.edit()",
     ),
+    # All ranks agree, in `Checkpoints.save()`.
     "saved values": Row(
-        "all ranks",
-        "agree",
-        "`Checkpoints.save()`",
-        SettingError,
-        "save()",
-        _EVERY_RANK,
-        "step.all_gather_json(value), which gives all ranks' values",
+        SettingError, "save()", _EVERY_RANK, "step.all_gather_json(value), which gives all ranks' values"
     ),
 }
 

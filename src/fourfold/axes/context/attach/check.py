@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.attention_replay import ModuleTracker
 from fourfold.axes.context.attach.losses import (
     GradProjections,
     LossSum,
@@ -61,6 +60,7 @@ from fourfold.proof.checks import (
 )
 from fourfold.proof.digests.batches import batch_digest, batch_mismatch_problem
 from fourfold.proof.grad_projections import Projection
+from fourfold.proof.module_trace import ModuleTrace
 from fourfold.proof.weight_write_check import EDIT_ADVICE, WeightWriteTracker, describe_trained
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import Problem, TaskError
@@ -109,7 +109,7 @@ class ContextDryRun:
             ulysses,
             memory_fit,
         )
-        self._tracker = ModuleTracker(model)
+        self._tracker = ModuleTrace(model, has_events=False)
         self._manual_attention: list[str] = []
         self._num_calls = 0
 
@@ -209,14 +209,12 @@ class ContextDryRun:
         """Note hand-written attention, so that a message can name it."""
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             self._manual_attention.append(
-                f"{self._tracker.current_module_name} (nn.MultiheadAttention with need_weights=True)"
+                f"{self._tracker.current_label} (nn.MultiheadAttention with need_weights=True)"
             )
         elif func in SOFTMAX_FUNCTIONS and args and isinstance(args[0], Tensor):
             scores = args[0]
             if scores.dim() >= 3 and scores.shape[-1] == scores.shape[-2] == self._shard.length:
-                self._manual_attention.append(
-                    f"{self._tracker.current_module_name} (softmax over {list(scores.shape)})"
-                )
+                self._manual_attention.append(f"{self._tracker.current_label} (softmax over {list(scores.shape)})")
 
     def _no_attention_problem(self) -> Problem:
         if self._manual_attention:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from fourfold.axes.context.attach.attention_replay import (
     OUTPUT,
     QKV,
-    ModuleTracker,
     Playback,
     RecordedCall,
     recompute_call,
@@ -48,6 +47,8 @@ from fourfold.proof.grad_projections import (
     is_close,
     run_backward,
 )
+from fourfold.proof.module_trace import OUTPUT as MODULE_OUTPUT
+from fourfold.proof.module_trace import ModuleTrace
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.grad_hooks import second_grad_problem
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
@@ -172,7 +173,7 @@ class GradTap(NamedTuple):
 class GradTaps:
     """The taps of one pass, in forward order."""
 
-    def __init__(self, tracker: ModuleTracker, shard: TokenShard) -> None:
+    def __init__(self, tracker: ModuleTrace, shard: TokenShard) -> None:
         self._tracker, self._shard = tracker, shard
         self.taps: list[GradTap] = []
 
@@ -192,7 +193,7 @@ class GradTaps:
         """Replaces torch's embedding function."""
         output = func(*args, **kwargs)
         # The second forward of a checkpoint is not tapped again.
-        return output.clone() if is_in_backward() else self._tap(output, self._tracker.current_module_name)
+        return output.clone() if is_in_backward() else self._tap(output, self._tracker.current_label)
 
     def _tap(self, tensor: Tensor, module_name: str) -> Tensor:
         self.taps.append(GradTap(module_name, tensor.detach(), {}))
@@ -225,7 +226,7 @@ class ShardComparison:
         shard: TokenShard,
         config: CheckConfig,
         *,
-        tracker: ModuleTracker,
+        tracker: ModuleTrace,
         ulysses: int,
     ) -> None:
         self._model, self._shard, self._config, self._tracker, self._ulysses = model, shard, config, tracker, ulysses
@@ -341,7 +342,7 @@ class ShardComparison:
         if is_in_backward():
             number = self._find_recomputed_call(call, is_full=True)
             return recompute_call(call, None if number is None else self._recorded_calls[number - 1])
-        recorded, output = record_call(call, self._tracker.current_module_name)
+        recorded, output = record_call(call, self._tracker.current_label)
         self._recorded_calls.append(recorded)
         return output
 
@@ -503,14 +504,20 @@ class ShardComparison:
 
     def find_first_difference(self) -> str | None:
         """The first module whose outputs for this rank's tokens are not those for full sequences."""
-        with self._tracker.record_outputs() as full_outputs:
+        with ModuleTrace(self._model) as full:
             self.full_outputs()
         # The replay fails as it did before; the outputs recorded until then show where.
-        with self._tracker.record_outputs() as local_outputs, contextlib.suppress(ShardMismatch):
+        with ModuleTrace(self._model) as local, contextlib.suppress(ShardMismatch):
             self._replay_forward(None)
-        for (name, type_name, full), (_, _, local) in zip(full_outputs, local_outputs, strict=False):
-            if not is_shard_of(full, local, self._shard):
-                return f"{name} ({type_name})"
+        inner = {name for name, module in self._model.named_modules() if not any(True for _ in module.children())}
+        outputs = (
+            [each for each in trace.events if each.kind == MODULE_OUTPUT and each.name in inner]
+            for trace in (full, local)
+        )
+        for (name, _, _, tensor), (_, _, _, part) in zip(*outputs, strict=False):
+            if not is_shard_of(tensor, part, self._shard):
+                type_name = type(self._model.get_submodule(name)).__name__
+                return f"{name or type_name} ({type_name})"
         return None
 
 

@@ -104,21 +104,16 @@ class ContextSpec(NamedTuple):
         """
         local_length = length // self.size
         return tuple(
-            _sub_ranges(ranges, index * local_length, (index + 1) * local_length)
+            sub_ranges(ranges, index * local_length, (index + 1) * local_length)
             for ranges in self.ring_ranges(length)
             for index in range(self.ulysses)
         )
 
 
-def _sub_ranges(ranges: TokenRanges, start: int, stop: int) -> TokenRanges:
+def sub_ranges(ranges: TokenRanges, start: int, stop: int) -> TokenRanges:
     """Tokens [start, stop) in the local order of `ranges`, as token ranges."""
-    result, passed = [], 0
-    for first, last in ranges:
-        begin, end = max(start - passed, 0), min(stop - passed, last - first)
-        if begin < end:
-            result.append((first + begin, first + end))
-        passed += last - first
-    return tuple(result)
+    cut = [(first - low, max(start, low), min(stop, high)) for (first, _), (low, high) in local_ranges(ranges)]
+    return tuple((offset + begin, offset + end) for offset, begin, end in cut if begin < end)
 
 
 def ulysses_problem(size: int, ulysses: int) -> Problem | None:

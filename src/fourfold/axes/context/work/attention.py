@@ -75,12 +75,10 @@ def _all_to_all(group: Channel, to_heads: bool, tensors: Sequence[Tensor]) -> tu
     split_dim, cat_dim = (1, 2) if to_heads else (2, 1)
     chunks = [tensor.chunk(group.size, dim=split_dim) for tensor in tensors]
     messages = torch.stack([torch.cat([each[peer].reshape(-1) for each in chunks]) for peer in range(group.size)])
-    received, start, exchanged = group.all_to_all(messages), 0, []
-    for each in chunks:
-        shape, stop = each[0].shape, start + each[0].numel()
-        exchanged.append(torch.cat([row[start:stop].view(shape) for row in received], dim=cat_dim))
-        start = stop
-    return tuple(exchanged)
+    rows = [row.split([each[0].numel() for each in chunks]) for row in group.all_to_all(messages)]
+    return tuple(
+        torch.cat([row[index].view(each[0].shape) for row in rows], dim=cat_dim) for index, each in enumerate(chunks)
+    )
 
 
 # ---- attention over the context axis --------------------------------------------------------------------------------

@@ -78,23 +78,12 @@ def to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -inf).to(dtype)
 
 
-def tile_mask(query_mask: Tensor, queries: TokenRange, columns: list[TokenRange]) -> Tensor:
+def tile_mask(query_mask: Tensor, queries: TokenRange, columns: TokenRanges) -> Tensor:
     """The part of a query mask for the queries [start, stop) and the keys at these ranges of the full sequence."""
     if query_mask.shape[-2] > 1:
         query_mask = query_mask[..., queries[0] : queries[1], :]
     parts = [query_mask[..., start:stop] for start, stop in columns]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def key_ranges(ranges: TokenRanges, keys: TokenRange) -> list[TokenRange]:
-    """The ranges of the full sequence that the local keys [start, stop) of a rank with these token ranges cover."""
-    found, num_before = [], 0
-    for start, stop in ranges:
-        first, last = max(keys[0] - num_before, 0), min(keys[1] - num_before, stop - start)
-        if first < last:
-            found.append((start + first, start + last))
-        num_before += stop - start
-    return found
 
 
 def fully_masked(mask: Tensor, *, is_causal: bool) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold.axes.context.rules.document_tiles import DocumentSpan, document_tiles
-from fourfold.axes.context.rules.layout import Tile, TokenRange, TokenRanges, tiles
+from fourfold.axes.context.rules.layout import Tile, TokenRange, TokenRanges, local_ranges, sub_ranges, tiles
 from fourfold.axes.context.work import kernels, masks
 from fourfold.axes.context.work.document_mask import document_spans
 from fourfold.axes.context.work.dropout import AttentionDropout, DropoutMask, sample_indices
@@ -168,11 +168,9 @@ def iterate_kv_blocks(k: Tensor, v: Tensor, key_mask: Tensor | None, call: RingC
 
 def unpack_kv(flat: Tensor, parts: Sequence[Tensor], ranges: TokenRanges) -> KVBlock:
     """Views of a flat message in the shapes of `parts`."""
-    views, start = [], 0
-    for part in parts:
-        views.append(flat[start : start + part.numel()].view(part.shape))
-        start += part.numel()
-    return KVBlock(views[0], views[1], views[2] if len(views) > 2 else None, ranges)
+    pieces = flat.split([part.numel() for part in parts])
+    k, v, *mask = (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+    return KVBlock(k, v, mask[0] if mask else None, ranges)
 
 
 def _concat_kv(blocks: Sequence[KVBlock]) -> KVBlock:
@@ -191,13 +189,8 @@ def _concat_kv(blocks: Sequence[KVBlock]) -> KVBlock:
 
 def ranges_in_order(ranges_by_index: Sequence[TokenRanges]) -> list[tuple[int, TokenRange]]:
     """(ring index, [start, stop) among its local tokens) of every range, in the order of the full sequence."""
-    found = []
-    for index, ranges in enumerate(ranges_by_index):
-        num_before = 0
-        for start, stop in ranges:
-            found.append((start, (index, (num_before, num_before + stop - start))))
-            num_before += stop - start
-    return [local_range for _, local_range in sorted(found)]
+    pairs = ((index, each) for index, ranges in enumerate(ranges_by_index) for each in local_ranges(ranges))
+    return [(index, local) for _, index, local in sorted((whole, index, local) for index, (whole, local) in pairs)]
 
 
 # ---- ring attention ------------------------------------------------------------------------------------------------
@@ -274,7 +267,7 @@ class _LocalQueries:
 
     def _tile_mask(self, kv_block: KVBlock, tile: Tile) -> Tensor | None:
         if self._query_mask is not None:
-            columns = masks.key_ranges(kv_block.token_ranges, tile.keys)
+            columns = sub_ranges(kv_block.token_ranges, *tile.keys)
             mask = masks.tile_mask(self._query_mask, tile.queries, columns)
             return masks.to_additive(mask, accumulation_dtype(self.q.dtype))
         if kv_block.mask is not None:

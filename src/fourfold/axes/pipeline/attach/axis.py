@@ -17,6 +17,7 @@ from fourfold.axes.pipeline.work.knowledge import Knowledge
 from fourfold.axes.pipeline.work.stand_in import StandIn
 from fourfold.axes.pipeline.work.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
 from fourfold.axes.pipeline.work.values import OBJECT, TENSOR, describe, take_apart, without_caches
+from fourfold.comm.broadcast_tree import broadcast_tree
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, connect_pair, make_edges
 from fourfold.comm.meter import CommMeter
@@ -145,15 +146,7 @@ class PipelineAxis(NamedTuple):
 
     def from_place(self, place: int, tensor: Tensor | None) -> Tensor:
         """A tensor of one place, on the ranks of all; that rank gives it. Collective."""
-        described = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        described = self.ranks.all_gather_json(described)[place]
-        assert described is not None, f"place {place} gave no tensor"
-        dtype, shape = described
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.ranks.device)
-        on_device = tensor.detach().to(self.ranks.device)
-        self.ranks.broadcast(on_device, place)
-        return on_device
+        return broadcast_tree(self.ranks, tensor, src=place).detach().to(self.ranks.device)
 
     def all_named(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of all stages, by name, one at a time. Collective: all ranks iterate to the end."""
@@ -181,38 +174,16 @@ class PipelineAxis(NamedTuple):
         }
         merged: dict[str, Any] = {}
         for place in range(self.num_places):
-            tensors: list[Tensor] = []
-            described = _describe(own, tensors) if place == self.place else None
-            described = self.ranks.all_gather_json(described)[place]
-            held = iter(tensors)
-            _merge(merged, self._receive(described, place, held))
+            _merge(merged, broadcast_tree(self.ranks, own, src=place))
         for alias, name in aliases_of(self.stages.ties).items():
             merged["model"][alias] = merged["model"][name]
         return merged
 
-    def _receive(self, described: Any, place: int, held: Iterator[Tensor]) -> Any:
-        kind, value = described
-        if kind == "dict":
-            return {name: self._receive(each, place, held) for name, each in value}
-        if kind == "tensor":
-            return self.from_place(place, next(held, None))
-        return value
-
-
-def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """A nested dict as JSON; its tensors are appended to the list."""
-    if isinstance(value, Mapping):
-        return ["dict", [[name, _describe(each, tensors)] for name, each in value.items()]]
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return ["tensor", None]
-    return ["value", value]
-
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
     for name, value in other.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
+        if isinstance(value, dict):
+            _merge(into.setdefault(name, {}), value)
         else:
             into.setdefault(name, value)
 

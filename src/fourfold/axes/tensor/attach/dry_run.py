@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes.tensor.attach.axis import TensorAxis
-from fourfold.axes.tensor.attach.module_trace import ModuleTrace, OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
+from fourfold.axes.tensor.attach.tensor_parts import OutsideUses, TensorPlace, first_difference
 from fourfold.axes.tensor.attach.whole_weights import make_whole_weights
 from fourfold.comm.tensor_group import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics
@@ -30,6 +30,7 @@ from fourfold.model.rank_dropout import FoundDraw
 from fourfold.proof.checks import CheckUnavailable, preserve_module, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, gradient_tolerance_of, is_close, run_backward
+from fourfold.proof.module_trace import ModuleTrace
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch import nn
 
 from fourfold.axes.tensor.attach.axis import TensorAxis
-from fourfold.axes.tensor.attach.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.axes.tensor.attach.split_randomness import Draw
 from fourfold.axes.tensor.rules.layers import generalized
 from fourfold.axes.tensor.rules.styles import Style
 from fourfold.axes.tensor.work.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
 from fourfold.model.batch_statistics import uses_batch_stats
 from fourfold.plan.param_spec import TensorShard
+from fourfold.proof.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 

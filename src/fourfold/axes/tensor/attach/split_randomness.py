@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fourfold.axes.tensor.attach.module_trace import ModuleTrace, TensorPlace
+from fourfold.axes.tensor.attach.tensor_parts import TensorPlace
 from fourfold.model import sdpa_interception
 from fourfold.model.fixed_random import DROPOUT_FUNCTIONS, RANDOM_FUNCTION_NAMES
 from fourfold.model.rank_dropout import DrawSlice, FoundDraw
 from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.grad_projections import is_close
+from fourfold.proof.module_trace import ModuleTrace
 from fourfold.torch_kit.param_access import restore_arguments
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import DisableTorchFunction, is_in_backward

@@ -195,9 +195,7 @@ class LinearOfTokens(torch.autograd.Function):
         ctx: Any, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, source: GatheredTokens
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.source, device = source, autocast_device(input)
-        ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
-        ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
+        ctx.source, ctx.autocast = source, _autocast_options(input)
         return writable_result(F.linear(input, weight, bias))
 
     @staticmethod
