@@ -41,7 +41,7 @@ from bench.feed_orders import run_orders
 from bench.feed_shared import run_shared
 from bench.measurement import MB, describe_machine, format_table
 from fourfold.feed.feed import Feed
-from fourfold.feed.files.open import open_files
+from fourfold.feed.formats.open import open_source
 from fourfold.feed.pack.files import LocalPlace, PackFiles
 from fourfold.feed.pack.reader import Pack
 from fourfold.feed.pack.writer import pack
@@ -227,7 +227,7 @@ def run_packing(options: argparse.Namespace) -> None:
             shutil.rmtree(folder / "copy")
             sync(folder)
             began = time.perf_counter()
-            pack(open_files(folder / "images"), folder / "pack", threads=options.threads)
+            pack(open_source(folder / "images"), folder / "pack", threads=options.threads)
             seconds["pack"].append(time.perf_counter() - began)
             shutil.rmtree(folder / "pack")
             sync(folder)

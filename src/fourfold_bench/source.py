@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.feed.files import arrays
+from fourfold.feed.formats import arrays
 from fourfold.words.errors import DataError, Problem, closest_match, os_error_text
 from fourfold.words.units import format_bytes
 from fourfold_bench.disk import ReadBuffer, read_range

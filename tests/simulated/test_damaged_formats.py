@@ -34,9 +34,8 @@ from tfrecord.writer import TFRecordWriter
 
 import fourfold as ff
 from fourfold.feed import unpacked
-from fourfold.feed.files import lines
-from fourfold.feed.files.arrays import parse_npy
-from fourfold.feed.formats import arrow, hdf5, tfrecord
+from fourfold.feed.formats import arrow, hdf5, lines, tfrecord
+from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.formats.tfrecord import masked_crc32c, parse_example
 from fourfold.feed.pack import layout
@@ -681,12 +680,12 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a hole in an image": (hole("x.jpg"), "", "a file of 67109888 bytes"),
     "a hole in a text": (hole("x.txt"), "", "a line of more than 33554432 bytes"),
     "a hole in a table": (hole("x.csv", b"a,b\n1,"), "", "a line of more than 33554432 bytes"),
-    "a hole in a row": (npy_with_a_hole, "x.npy", "a row of 67108864 bytes"),
+    "a hole in a row": (npy_with_a_hole, "x.npy", "a record of 67108864 bytes"),
     "a hole in rows": (npy_with_a_hole, "", "a record of 67108864 bytes"),
     "a column with a dot in its name": (parquet_of_a_name_with_a_dot, "", "a part of 67108864 bytes"),
     "a batch of Arrow": (arrow_of_zeros, "", "a part of 67108880 bytes"),
     "a dictionary of Arrow": (arrow_of_one_long_name, "", "dictionaries of 67108872 bytes"),
-    "a chunk": (chunk_of_zeros, "", "a row of 67108864 bytes"),
+    "a chunk": (chunk_of_zeros, "", "a record of 67108864 bytes"),
     "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
     "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),
     "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),

@@ -31,7 +31,7 @@ from webdataset.writer import TarWriter
 import fourfold as ff
 from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
-from fourfold.feed.files.arrays import parse_npy
+from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
 from fourfold.model.model_call import call_model

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 import fourfold as ff
 from fourfold.feed.feed import Feed
-from fourfold.feed.files.open import open_files
 from fourfold.feed.position import Position
 from fourfold.feed.transform import Transformed
 from fourfold.words.errors import DataError, WorkerDiedError
@@ -229,7 +228,7 @@ def test_images_are_decoded_and_augmented(tmp_path):
             pixels = io.BytesIO()
             image.fromarray(numbers.integers(0, 256, (20, 24, 3), np.uint8)).save(pixels, "PNG")
             (tmp_path / "images" / name / f"{number}.png").write_bytes(pixels.getvalue())
-    folder = open_files(tmp_path / "images")
+    folder = ff.open_source(tmp_path / "images")
     ff.pack(folder, tmp_path / "images.pack")
 
     def augment(sample, generator):

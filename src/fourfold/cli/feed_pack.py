@@ -103,7 +103,7 @@ def open_source(name: str, reading: Mapping[str, Any]) -> Any:
         if reading:
             raise SettingError([Problem(f"{word}= for {name}", f"no {word}=") for word in reading], where=WHERE)
         return _source_in_file(Path(file), member)
-    from fourfold.feed.files.listing import find_files
+    from fourfold.feed.formats.listing import find_files
 
     find_files(Path(name).expanduser())  # which says what is not there before torch is imported
     from fourfold.feed.formats import open as formats

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fourfold.torch_kit.torch_private import collate, default_collate_fn_map
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, first_line
 
 PADDING_HINT = "pad them to one shape: in the samples, a DataLoader's collate_fn, or the source's own fetch(indices)"
 DTYPE_HINT = "convert them in the source, for instance with .float() or .long()"
@@ -29,14 +29,10 @@ def collate_samples(samples: Sequence[Any], indices: Sequence[int], *, nulls: bo
     except Exception as error:
         problem = (None if nulls else _first_none(samples, indices)) or _first_mismatch(samples, indices)
         if problem is None:  # strings in an array, sparse tensors
-            reason = "tensors and arrays in one place" if isinstance(error, _Mismatch) else _first_line(error)
+            reason = "tensors and arrays in one place" if isinstance(error, _Mismatch) else first_line(error)
             got = f"samples from {indices[0] if indices else 0} on cannot be stacked: {reason}"
             problem = Problem(got, "dense tensors, arrays or numbers", "tensors, or a source with a fetch(indices)")
         raise DataError(problem, where="the source") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Mismatch(Exception):

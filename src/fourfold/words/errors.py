@@ -256,6 +256,11 @@ def os_error_text(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class."""
+    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
 def closest_match(word: str, choices: Iterable[str]) -> str | None:
     """The choice that a mistyped word, in any letter case, or another framework's word most likely means, or None."""
     by_plain = {choice.lower().replace("-", "_"): choice for choice in choices}

@@ -31,7 +31,7 @@ from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, check_fits, load_json, share_bytes
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, first_line
 
 # ---- folders of Hugging Face -----------------------------------------------------------------------------------------
 
@@ -483,7 +483,7 @@ def _open(path: str, columns: Sequence[str] | None) -> Any:
                 return _Parquet(path, size, columns)
             return (_ArrowFile if start == b"ARROW1" else _ArrowStream)(path, columns)
     except (ValueError, OSError, EOFError, MemoryError) as error:
-        got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+        got = f"{path}: {first_line(error)}"
         raise DataError(Problem(got, "a Parquet or Arrow file that is whole"), where=path) from error
 
 

@@ -19,7 +19,7 @@ from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.unpacked import check_fits, share_bytes
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, first_line
 
 MAX_OPEN, MAX_MEMBERS, MAX_DEPTH = 16, 2000, 16
 MAX_RATIO = 1100  # of deflate
@@ -110,7 +110,7 @@ class HDF5Rows:
                     raise DataError(problems, where=path)
                 return self._layout_of(path, chosen)
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:  # h5py's
-            got = f"{path}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+            got = f"{path}: {first_line(error)}"
             raise DataError(Problem(got, "an HDF5 file that is whole"), where=path) from error
 
     def _layout_of(self, path: str, datasets: dict[str, Any]) -> _Layout:

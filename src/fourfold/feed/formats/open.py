@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fourfold.feed.files.listing import KIND_OF_SUFFIX, KNOWN, Listing, find_files, is_marker, names_below
-from fourfold.feed.files.open import OPENERS as PLAIN_OPENERS
-from fourfold.feed.files.open import open_files
-from fourfold.feed.formats import arrow, mds, megatron
-from fourfold.feed.formats.array_shards import ArrayShards
+from fourfold.feed.formats import arrow, file_samples, lines, mds, megatron
+from fourfold.feed.formats.arrays import ArrayRows
 from fourfold.feed.formats.arrow import TableRows
 from fourfold.feed.formats.hdf5 import HDF5Rows
-from fourfold.feed.formats.plain_files import PlainRecords
+from fourfold.feed.formats.listing import KNOWN, find_files, is_marker, names_below
 from fourfold.feed.formats.positioned import file_size
 from fourfold.feed.formats.source import Dtypes, FormatSource, Records
 from fourfold.feed.formats.tfrecord import TFRecords, is_tfrecord
@@ -31,7 +28,12 @@ from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem, os_error_text
 
 SUFFIXES = {
-    **KIND_OF_SUFFIX,
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"), "images"),
+    ".npy": "npy",
+    ".npz": "npz",
+    **dict.fromkeys((".txt", ".text"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".parquet", ".arrow", ".arrows", ".feather"), "arrow"),
     ".tar": "tar",
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
@@ -181,9 +183,7 @@ def _open_files(name: str, paths: Sequence[str], options: Options) -> Any:
         _check_folders(name, paths, has_classes=kind == "images")
     if kind == "megatron" and options.length is not None:
         return _open_tokens(name, paths, options)
-    if kind in PLAIN_OPENERS:
-        return _source(_open_plain(name, paths, kind, options), options, kind, rows=kind in ("npy", "npz"))
-    return _source(OPENERS[kind](name, paths, options), options, kind)
+    return _source(OPENERS[kind](name, paths, options), options, kind, rows=kind in ("npy", "npz"))
 
 
 def _kinds_problem(name: str, paths: Sequence[str], kinds: Mapping[str | None, int]) -> Problem:
@@ -215,15 +215,10 @@ def _pattern_of(kind: str, paths: Sequence[str]) -> str:
     return f'a pattern, such as "{os.path.join(folder, "**", "*")}{ending}"'
 
 
-def _open_plain(name: str, paths: Sequence[str], kind: str, options: Options) -> Records:
-    if options.rows and kind in ("npy", "npz"):
-        return ArrayShards(name, paths)
-    if len(paths) == 1 and paths[0] == name:
-        return PlainRecords(open_files(name))
-    for path in paths:
-        file_size(path)
-    root = name if os.path.isdir(name) else os.path.commonpath([os.path.dirname(path) for path in paths])
-    return PlainRecords(PLAIN_OPENERS[kind](Listing(kind, root, [os.path.relpath(path, root) for path in paths])))
+def _open_arrays(name: str, paths: Sequence[str], options: Options) -> Records:
+    if options.rows or list(paths) == [name]:
+        return ArrayRows(name, paths, shards=options.rows)
+    return file_samples.array_files(name, paths)
 
 
 def _open_tokens(name: str, paths: Sequence[str], options: Options) -> TokenSource:
@@ -245,6 +240,11 @@ def _megatron_prefixes(name: str, paths: Sequence[str]) -> list[str]:
 
 
 OPENERS: dict[str, Callable[[str, Sequence[str], Options], Records]] = {
+    "images": lambda name, paths, options: file_samples.images(name, paths),
+    **dict.fromkeys(("npy", "npz"), _open_arrays),
+    "text": lambda name, paths, options: lines.open_text(name, paths),
+    "jsonl": lambda name, paths, options: lines.open_jsonl(name, paths),
+    "csv": lambda name, paths, options: lines.open_csv(name, paths),
     "arrow": lambda name, paths, options: TableRows(name, paths, options.fields),
     "tar": lambda name, paths, options: TarSamples(name, paths, options.fields),
     "tfrecord": lambda name, paths, options: TFRecords(name, paths),

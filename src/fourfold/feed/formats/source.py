@@ -26,7 +26,7 @@ from fourfold.feed.unpacked import check_fits, load_json
 from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
-from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match
+from fourfold.words.errors import DamagedSample, DataError, Problem, closest_match, first_line
 
 # ---- values of JSON --------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class FormatSource:
             (found,) = self._records.read(file, [record])
             return self._arranged(found)
         except UNREADABLE as error:
-            raise DamagedSample(self.sample_key(index), reason_of(error), where=self.name) from error
+            raise DamagedSample(self.sample_key(index), first_line(error), where=self.name) from error
 
     def sample_key(self, index: int) -> str:
         """The file and the record of a sample."""
@@ -239,12 +239,7 @@ class FormatSource:
         try:
             return _decode_images(sample)
         except UNREADABLE as error:
-            raise DamagedSample(self.sample_key(index), reason_of(error), where=self.name) from error
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+            raise DamagedSample(self.sample_key(index), first_line(error), where=self.name) from error
 
 
 def _read_dtypes(given: Dtypes | None) -> dict[str | None, torch.dtype]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold.feed.files.arrays import parse_npy
+from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.formats.source import parse_json
 from fourfold.feed.pack.schema import EncodedImage

@@ -20,7 +20,7 @@ import xxhash
 
 from fourfold.feed.pack.schema import MAX_RECORD_BYTES, Schema, schema_problems
 from fourfold.plan.decode import DecodeError, read_bounded
-from fourfold.words.errors import DataError, Problem, os_error_text
+from fourfold.words.errors import DataError, Problem, first_line, os_error_text
 
 VERSION = 1
 MANIFEST_FILE, INDEX_FILE = "manifest.json", "index"
@@ -92,8 +92,9 @@ def decode_manifest(content: bytes, where: str) -> Manifest:
             raise DataError(problem, where=where)
         manifest = msgspec.json.decode(content, type=_Frame).manifest
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise DataError(Problem(f"a manifest that cannot be read: {reason}", attempt=attempt), where=where) from None
+        raise DataError(
+            Problem(f"a manifest that cannot be read: {first_line(error)}", attempt=attempt), where=where
+        ) from None
     if encode_manifest(manifest) != content:
         raise DataError(Problem("a damaged manifest", "the content that its digest is of", attempt), where=where)
     if problems := list(manifest_problems(manifest)):

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from fourfold.feed.files.arrays import parse_npy
+from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.staging.origin import Backoff, retry
 from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
@@ -113,11 +113,6 @@ def check_batch_fits(num_bytes: int, what: str, url: str) -> None:
         check_fits(num_bytes, what)
     except ValueError as error:
         raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=url) from None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ from fourfold.feed.rows.database import (
     Row,
     check_batch_fits,
     check_columns,
-    first_line,
     retried,
 )
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
 from fourfold.words import argument_checks
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, first_line
 
 INSTALL = "pip install 'fourfold[mongo]'"
 TIMEOUT_MS = 10_000

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from fourfold.feed.rows.database import OPENING, Columns, Connections, Database, Row, check_columns, first_line, retried
+from fourfold.feed.rows.database import OPENING, Columns, Connections, Database, Row, check_columns, retried
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import Backoff, without_password
 from fourfold.words import argument_checks
-from fourfold.words.errors import DataError, Problem
+from fourfold.words.errors import DataError, Problem, first_line
 
 
 def sql(

@@ -15,16 +15,15 @@ import re
 import shlex
 import sys
 from array import array
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, BinaryIO
 
-from fourfold.feed.files.listing import Listing
+from fourfold.feed.formats.positioned import PositionedFiles, file_size
+from fourfold.feed.formats.source import stackable
 from fourfold.feed.unpacked import load_json, share_bytes
 from fourfold.words.comma_lists import comma_list
-from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
+from fourfold.words.errors import DataError, Problem
 
 INT = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 MARK = codecs.BOM_UTF8  # which editors and spreadsheets write before the first line
@@ -45,72 +44,55 @@ Parse = Callable[[str], Any]
 Column = Callable[[str], Any]
 
 
-class LineSource:
+class LineRecords:
     """The records of files. `offsets`: of each file, where its records begin, and at last where they end."""
 
-    def __init__(self, listing: Listing, offsets: Sequence["array[int]"], parse: Parse) -> None:
-        self._listing, self._offsets, self._parse, self.name = listing, offsets, parse, listing.root
-        if len(listing.names) == 1:
-            self.name = listing.path(0)
+    def __init__(self, name: str, paths: Sequence[str], offsets: Sequence["array[int]"], parse: Parse) -> None:
+        self.name, self._files, self._offsets, self._parse = name, PositionedFiles(paths), offsets, parse
         self.shard_sizes = [len(each) - 1 for each in offsets]
-        self._ends = list(accumulate(self.shard_sizes))
 
-    def __len__(self) -> int:
-        return self._ends[-1]
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
 
-    def __getitem__(self, index: int, /) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        file, record = self._place(index)
+    def key(self, file: int, record: int) -> str:
+        return f"{self._files.paths[file]}, record {record}"
+
+    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
+        return [self._read(file, record) for record in records]
+
+    def _read(self, file: int, record: int) -> dict[str, Any]:
         start, stop = self._offsets[file][record : record + 2]
-        descriptor = os.open(self._listing.path(file), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            content = os.pread(descriptor, stop - start, start)
-            if len(content) < stop - start:
-                raise ValueError(f"the file ends after {len(content)} of its {stop - start} bytes")
-            # Files that were joined have marks in between.
-            return self._parse(content.decode().removeprefix("\ufeff"))
-        except FourfoldError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise DamagedSample(self.sample_key(index), str(error)) from error
-        finally:
-            os.close(descriptor)
-
-    def sample_key(self, index: int) -> str:
-        file, record = self._place(index)
-        return f"{self._listing.path(file)}, record {record}"
-
-    def _place(self, index: int) -> tuple[int, int]:
-        file = bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
+        # Files that were joined have marks in between.
+        return self._parse(self._files.read(file, start, stop - start).decode().removeprefix("\ufeff"))
 
 
-def open_text(listing: Listing) -> LineSource:
+def open_text(name: str, paths: Sequence[str]) -> LineRecords:
     """Samples {"text": line}."""
-    return LineSource(listing, _index(listing, skip_blank=False), _parse_text)
+    return LineRecords(name, paths, _index(paths, skip_blank=False), _parse_text)
 
 
 def _parse_text(line: str) -> dict[str, str]:
     return {"text": line.rstrip("\r\n")}
 
 
-def open_jsonl(listing: Listing) -> LineSource:
+def open_jsonl(name: str, paths: Sequence[str]) -> LineRecords:
     """Samples: the object of each line."""
-    return LineSource(listing, _index(listing, skip_blank=True), _parse_object)
+    return LineRecords(name, paths, _index(paths, skip_blank=True), _parse_object)
 
 
-def _parse_object(line: str) -> Any:
+def _parse_object(line: str) -> dict[str, Any]:
     value = load_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__}, not an object")
-    return value
+    return stackable(value)
 
 
-def _index(listing: Listing, *, skip_blank: bool) -> "list[array[int]]":
+def _index(paths: Sequence[str], *, skip_blank: bool) -> "list[array[int]]":
     offsets = []
-    for number in range(len(listing.names)):
-        path, starts = listing.path(number), array("Q")
+    for path in paths:
+        starts = array("Q")
+        file_size(path)
         with open(path, "rb") as file:
             at = _skip_mark(file, path)
             for line in _lines(file, path):
@@ -151,15 +133,15 @@ def _lines(file: BinaryIO, path: str) -> Iterator[bytes]:
         yield line
 
 
-def open_csv(listing: Listing) -> LineSource:
+def open_csv(name: str, paths: Sequence[str]) -> LineRecords:
     """Samples: dicts of the columns, which the first row names. A column of whole numbers is int, of numbers float.
 
     All rows are read once, for where they begin and what the columns are; an empty cell makes its column text. Raises
     DataError for a row of another number of columns, and for files with other columns.
     """
     offsets, header, columns = [], None, list[Column]()
-    for number in range(len(listing.names)):
-        path = listing.path(number)
+    for path in paths:
+        file_size(path)
         with open(path, "rb") as file:
             reader = _CsvReader(file, path)
             names = reader.header()
@@ -168,8 +150,8 @@ def open_csv(listing: Listing) -> LineSource:
             header, columns = names, columns or [int] * len(names)
             offsets.append(reader.index(columns))
     assert header is not None
-    parse = functools.partial(_parse_row, header, columns, _delimiter(listing.names[0]))
-    return LineSource(listing, offsets, parse)
+    parse = functools.partial(_parse_row, header, columns, _delimiter(paths[0]))
+    return LineRecords(name, paths, offsets, parse)
 
 
 def _difference(names: Sequence[str], header: Sequence[str]) -> Problem:

@@ -1,1 +1,0 @@
-"""Plain files as sources: images, arrays, text, JSON lines, CSV."""
