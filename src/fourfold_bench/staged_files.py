@@ -127,19 +127,6 @@ class ThrottledOrigin:
         return self.read(name, 0, max_bytes)
 
 
-class _StagedEpoch:
-    """The copies that the batches of an epoch need."""
-
-    def __init__(self, source: "StagedFiles", stager: Stager) -> None:
-        self._source, self._stager = source, stager
-
-    def advance(self) -> None:
-        self._stager.advance()
-
-    def close(self) -> None:
-        self._source.end(self._stager)
-
-
 class StagedFiles:
     """The samples of a data set, read from copies; from the origin where there is none yet. `cache`: their folder."""
 
@@ -166,15 +153,9 @@ class StagedFiles:
 
     def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
         """Copy the files of these batches, ahead of them."""
-        stager = Stager(self._origin, self._shards, self._cache)
-        self._stagers += (stager,)
-        stager.expect(self._files_of(batches))
-        return _StagedEpoch(self, stager)
-
-    def end(self, stager: Stager) -> None:
-        """Give up the copies of an epoch that is over."""
-        self._stagers = tuple(each for each in self._stagers if each is not stager)
-        stager.close()
+        stager = Stager(self._origin, self._shards, self._cache, self._files_of(batches))
+        self._stagers = (*(each for each in self._stagers if not each.is_closed), stager)
+        return stager
 
     def _files_of(self, batches: Iterable[Sequence[int]]) -> Iterator[list[int]]:
         for batch in batches:

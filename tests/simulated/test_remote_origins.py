@@ -174,8 +174,7 @@ def test_a_server_that_goes_away_and_comes_back_changes_no_byte():
 def test_shards_are_staged_from_a_server(tmp_path):
     with serving() as server:
         cache = ShardCache(tmp_path, 10**6)
-        stager = Stager(open_origin(url(server), backoff=QUICK), [shard()], cache)
-        stager.expect([[0], [0]])
+        stager = Stager(open_origin(url(server), backoff=QUICK), [shard()], cache, [[0], [0]])
         stager.advance()
         copied = cache.copy(shard(), open_origin(url(server), backoff=QUICK).read)
         assert os.pread(copied.descriptor, len(CONTENT) + 1, 0) == CONTENT

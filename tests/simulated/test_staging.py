@@ -227,8 +227,7 @@ def test_batches_are_the_same_whatever_the_cache_holds(tmp_path, limit, num_ahea
     origin = FolderOrigin(tmp_path / "data")
     expected = [(tmp_path / "data" / each.name).read_bytes() for each in shards]
     batches = [[generator.randrange(9) for _ in range(generator.randrange(5))] for _ in range(60)]
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit), num_ahead=num_ahead)
-    stager.expect(iter(batches))
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit), iter(batches), num_ahead=num_ahead)
     for batch in batches:
         assert [read_shard(stager, origin, shards, n) for n in batch] == [expected[n] for n in batch]
         stager.advance()
@@ -251,8 +250,7 @@ def is_locked(path: Path) -> bool:
 
 def test_shards_are_copied_before_their_batch_and_each_once(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 8), CountingOrigin(tmp_path / "data")
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6), num_ahead=3)
-    stager.expect([n] for n in range(8))
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6), ([n] for n in range(8)), num_ahead=3)
     wait_for_files(tmp_path / "cache", {"shard-0", "shard-1", "shard-2"})
     for number in range(8):
         read_shard(stager, origin, shards, number)
@@ -271,8 +269,7 @@ class SlowOrigin(CountingOrigin):
 
 def test_shards_that_were_read_before_their_copy_was_made_are_copied_for_the_next_epoch(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 12_000))
-    stager.expect([n] for n in range(12))
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 12_000), ([n] for n in range(12)))
     for _ in range(12):  # all batches are read at once, from the origin
         stager.advance()
     stager.close()
@@ -282,8 +279,7 @@ def test_shards_that_were_read_before_their_copy_was_made_are_copied_for_the_nex
 @pytest.mark.parametrize("limit", [12_000, 2500])
 def test_a_shard_that_is_read_whole_passes_the_origin_once_where_there_is_room(tmp_path, limit):
     shards, origin = make_shards(tmp_path / "data", [1000] * 12), SlowOrigin(tmp_path / "data")
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit))
-    stager.expect([n] for n in range(12))
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", limit), ([n] for n in range(12)))
     for number in range(12):
         staged = stager.held(number, is_read_whole=True)
         content = origin.read(shards[number].name, 0, 1000) if staged is None else content_of(staged)
@@ -295,8 +291,7 @@ def test_a_shard_that_is_read_whole_passes_the_origin_once_where_there_is_room(t
 
 def test_a_copy_that_a_batch_ahead_needs_is_held(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 3), FolderOrigin(tmp_path / "data")
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 2000))
-    stager.expect([[0], [1], [0]])
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 2000), [[0], [1], [0]])
     wait_for_held(stager, [0, 1])
     other = ShardCache(tmp_path / "cache", 2000)
     with pytest.raises(NoRoomError):
@@ -311,8 +306,7 @@ def test_a_copy_that_a_batch_ahead_needs_is_held(tmp_path):
 def test_what_is_wrong_with_a_shard_is_raised_where_it_is_read(tmp_path):
     shards, origin = make_shards(tmp_path / "data", [1000] * 2), FolderOrigin(tmp_path / "data", backoff=QUICK)
     (tmp_path / "data" / "shard-1").write_bytes(bytes(1000))
-    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6))
-    stager.expect([[0], [1]])
+    stager = Stager(origin, shards, ShardCache(tmp_path / "cache", 10**6), [[0], [1]])
     wait_for_held(stager, [0])
     stager.advance()
     with pytest.raises(DataError, match="shard-1 with digest"):

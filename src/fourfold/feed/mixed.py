@@ -100,7 +100,8 @@ class Mixed:
         """These samples will be read, batch after batch; each source expects its own."""
         copies = enumerate(itertools.tee(batches, len(self._sources)))
         numbers = [self._numbers_of(part, each) for part, each in copies]
-        return AllExpected([expect_batches(*each) for each in zip(self._sources, numbers, strict=True)])
+        expected = [expect_batches(*each) for each in zip(self._sources, numbers, strict=True)]
+        return AllExpected([each for each in expected if each is not None])
 
     def _numbers_of(self, part: int, batches: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
         """The numbers of one source's samples in each batch."""

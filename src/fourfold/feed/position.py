@@ -219,17 +219,6 @@ class Expected(Protocol):
         ...
 
 
-class NotStaged:
-    """Nothing is done ahead."""
-
-    def advance(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-NOT_STAGED = NotStaged()
-
-
 class AllExpected(NamedTuple):
     """The same batches, expected of several sources."""
 
@@ -244,10 +233,10 @@ class AllExpected(NamedTuple):
             part.close()
 
 
-def expect_batches(source: Source | Stream, batches: Iterable[Sequence[int]]) -> Expected:
-    """These samples of a source will be read, batch after batch."""
+def expect_batches(source: Source | Stream, batches: Iterable[Sequence[int]]) -> Expected | None:
+    """These samples of a source will be read, batch after batch. None: nothing is done ahead."""
     expect = source_attribute(source, "expect_batches")
-    return NOT_STAGED if expect is None else expect(batches)
+    return None if expect is None else expect(batches)
 
 
 def read_expected(
@@ -257,7 +246,9 @@ def read_expected(
     ahead = expect_batches(source, expected)
     try:
         for batch in batches:
-            ahead.advance()
+            if ahead is not None:
+                ahead.advance()
             yield batch
     finally:
-        ahead.close()
+        if ahead is not None:
+            ahead.close()

@@ -16,6 +16,7 @@ Law: nothing is pickled, and a sample is what the function would make of it in t
 socket closes, so none outlives this process.
 """
 
+import functools
 import hashlib
 import inspect
 import os
@@ -23,10 +24,8 @@ import queue
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from torch.utils.data import IterableDataset
 from fourfold.feed.pack.schema import Schema
 from fourfold.feed.pack.values import Encoder, decode, schema_of
 from fourfold.feed.source import CollatedSource, read_samples, source_attribute
+from fourfold.feed.stretches import StretchThreads
 from fourfold.torch_kit import memory
 from fourfold.torch_kit.torch_private import uncompiled
 from fourfold.words import argument_checks
@@ -70,13 +70,11 @@ class Transformed:
             problems.append(Problem(got, "numbered samples, len(source) and source[i]", "the transform in its dataset"))
         if problems:
             raise DataError(problems, where=WHERE)
-        self._num_threads = threads or min(16, os.cpu_count() or 1)
+        num_threads = threads or min(16, os.cpu_count() or 1)
+        self._threads = StretchThreads(num_threads, "fourfold transform")
         self.source = source
-        self.transform = ProcessTransform(transform, self._num_threads) if isinstance(transform, str) else transform
+        self.transform = ProcessTransform(transform, num_threads) if isinstance(transform, str) else transform
         self.call = with_generator(self.transform)
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_process = 0
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -85,7 +83,8 @@ class Transformed:
         return self.in_epoch(0, 0)[index]
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a worker process of a DataLoader
-        return _remake, (self.source, self.transform, self._num_threads)
+        remake = functools.partial(Transformed, threads=self._threads.num_threads)
+        return remake, (self.source, self.transform)
 
     def __getattr__(self, name: str) -> Any:
         if name in PASSED_ON:
@@ -97,26 +96,14 @@ class Transformed:
         return _EpochView(self, seed, epoch)
 
     def map(self, function: Callable[[int], Any], count: int) -> list[Any]:
-        """`function(0)` to `function(count - 1)`, in threads. Raises the first error in this order."""
-        num_threads = min(self._num_threads, count)
-        if num_threads < 2:
-            return [function(index) for index in range(count)]
-        with self._lock:
-            if self._pool is None or self._pool_process != os.getpid():  # threads do not survive a fork
-                self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="fourfold transform")
-                self._pool_process = os.getpid()
-        bounds = [count * part // num_threads for part in range(num_threads + 1)]
-        ranges = [range(*bounds[part : part + 2]) for part in range(num_threads)]
-        futures = [self._pool.submit(lambda part: [function(index) for index in part], part) for part in ranges]
-        errors = [future.exception() for future in futures]  # all have ended before a batch gives up
-        for error in errors:
-            if error is not None:
-                raise error
-        return [value for future in futures for value in future.result()]
+        """`function(0)` to `function(count - 1)`, in threads."""
+        values: list[Any] = [None] * count
 
+        def work(start: int, stop: int) -> None:
+            values[start:stop] = [function(index) for index in range(start, stop)]
 
-def _remake(source: Source, transform: SampleTransform, threads: int) -> Transformed:
-    return Transformed(source, transform, threads=threads)
+        self._threads.run(count, max(1, min(self._threads.num_threads, count)), work)
+        return values
 
 
 class _EpochView:

@@ -17,8 +17,10 @@ Dataset.save_to_disk, which writes rows in their order, without an index of rows
 
 import bisect
 import contextlib
+import functools
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, check_fits, load_json, share_bytes
 from fourfold.words import argument_checks
@@ -70,19 +73,13 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 FILE_FIELDS = {"bytes", "path"}
 
 
+@functools.cache
 def pyarrow() -> Any:
     """The library with its parts. Raises DataError if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.compute
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        problem = Problem(
-            "Parquet or Arrow, and no pyarrow", "pyarrow, which reads them", "pip install 'fourfold[arrow]'"
-        )
-        raise DataError(problem) from None
-    return pyarrow
+    for part in ("compute", "ipc", "parquet"):
+        got, need = "Parquet or Arrow, and no pyarrow", "pyarrow, which reads them"
+        import_optional(f"pyarrow.{part}", need, "arrow", got=got)
+    return sys.modules["pyarrow"]
 
 
 def _choose_columns(schema: Any, wanted: Sequence[str] | None, where: str) -> list[str]:

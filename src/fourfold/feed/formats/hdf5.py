@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fourfold.feed.formats.positioned import file_size
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.unpacked import check_fits, share_bytes
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
@@ -37,11 +38,7 @@ class _Layout(NamedTuple):
 
 
 def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise DataError(Problem("HDF5, and no h5py", "h5py, which reads it", "pip install 'fourfold[hdf5]'")) from None
-    return h5py
+    return import_optional("h5py", "h5py, which reads it", "hdf5", got="HDF5, and no h5py")
 
 
 class HDF5Rows:

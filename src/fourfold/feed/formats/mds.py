@@ -27,6 +27,7 @@ import numpy as np
 
 from fourfold.feed.formats.positioned import PositionedFiles, file_size
 from fourfold.feed.formats.source import parse_json, stackable
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, load_json
 from fourfold.words import argument_checks
@@ -49,12 +50,8 @@ def _check_compression(text: Any) -> str:
 
 
 def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        need, attempt = "zstandard, which reads them", "pip install 'fourfold[zstd]'"
-        raise DataError(Problem("files compressed by zstd, and no zstandard", need, attempt)) from None
-    return zstandard
+    got, need = "files compressed by zstd, and no zstandard", "zstandard, which reads them"
+    return import_optional("zstandard", need, "zstd", got=got)
 
 
 READERS: dict[str, Callable[[io.BytesIO], Any]] = {

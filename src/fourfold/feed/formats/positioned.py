@@ -3,10 +3,10 @@
 Law: no more is read, and no more memory is reserved, than the file has: a range is checked against its size first.
 """
 
+import functools
 import os
 import stat
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,15 +32,11 @@ class PositionedFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths, self.sizes = list(paths), [file_size(path) for path in paths]
-        self.bytes_read = 0
-        self._open: OrderedDict[int, ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self.bytes_read, self._lock = 0, threading.Lock()
+        self._opened = functools.lru_cache(MAX_OPEN)(ShardFile.open)
 
-    def __getstate__(self) -> dict[str, Any]:  # to a worker process goes nothing that is open
-        return {"paths": self.paths, "sizes": self.sizes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, bytes_read=0, _open=OrderedDict(), _lock=threading.Lock())
+    def __reduce__(self) -> Any:  # to a worker process goes nothing that is open
+        return PositionedFiles, (self.paths,)
 
     def read(self, file: int, offset: int, length: int) -> bytes:
         """The bytes [offset, offset + length). Raises ValueError if the file has not got them, or memory no room."""
@@ -48,7 +44,7 @@ class PositionedFiles:
         if not 0 <= offset <= size or not 0 <= length <= size - offset:
             raise ValueError(f"bytes {offset} to {offset + length} of a file of {size}")
         check_fits(length, "a record")  # a file with holes has it without such a disk
-        opened, parts, done = self._file(file), list[bytes](), 0
+        opened, parts, done = self._opened(self.paths[file]), list[bytes](), 0
         while done < length:  # a read of more than 2 GiB is cut short
             part = os.pread(opened.descriptor, length - done, offset + done)
             if not part:
@@ -58,13 +54,3 @@ class PositionedFiles:
         with self._lock:
             self.bytes_read += length
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _file(self, number: int) -> ShardFile:
-        with self._lock:
-            file = self._open.pop(number, None)
-            if file is None:
-                file = ShardFile(self.paths[number], number)  # type: ignore[arg-type]
-            self._open[number] = file
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)
-            return file

@@ -5,10 +5,9 @@ record  where a sample is: its shard, offset, stored length and digest
 Law: a file is closed when it is neither in the pool nor in use; a process has at most `MAX_OPEN` of a pack open.
 """
 
+import functools
 import os
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,7 +17,7 @@ import xxhash
 
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.layout import read_manifest
-from fourfold.feed.position import NOT_STAGED, Expected
+from fourfold.feed.position import Expected
 from fourfold.feed.unpacked import check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
 
@@ -27,9 +26,6 @@ MAX_OPEN = 256
 
 class ShardReader(Protocol):
     """A shard that can be read."""
-
-    @property
-    def number(self) -> int: ...
 
     def preadv(self, parts: Sequence[memoryview], offset: int, /) -> int:
         """Fill the parts with what is at an offset; how many bytes, fewer at the end of the shard."""
@@ -52,24 +48,26 @@ class PackPlace(Protocol):
         """Raises DataError for a shard that cannot be opened."""
         ...
 
-    def expect(self, batches: Iterable[Sequence[int]], /) -> Expected:
+    def expect(self, batches: Iterable[Sequence[int]], /) -> Expected | None:
         """These shards will be read, batch after batch."""
         ...
 
 
 class ShardFile:
-    """A shard that is open for reading, until nothing refers to it."""
+    """A file that is open for reading, until nothing refers to it."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self.number, self.descriptor = number, -1
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "ShardFile":
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
         return os.preadv(self.descriptor, parts, offset)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of a process, `os` is gone
-        if self.descriptor >= 0:
-            close(self.descriptor)
+        close(self.descriptor)
 
 
 class Record(NamedTuple):
@@ -92,26 +90,19 @@ class LocalPlace:
         shape = (self.manifest.num_records,)
         index = np.memmap(self.path / layout.INDEX_FILE, dtype=layout.ENTRY, mode="r", shape=shape)
         self.index: np.ndarray = index.view(np.ndarray)
-        self._open: OrderedDict[int, ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self.open = functools.lru_cache(MAX_OPEN)(functools.partial(_open_shard, self.path))
 
-    def open(self, shard: int) -> ShardFile:
-        with self._lock:
-            file = self._open.pop(shard, None)
-            if file is None:
-                path = self.path / layout.shard_name(shard)
-                try:
-                    file = ShardFile(path, shard)
-                except OSError as error:
-                    problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
-                    raise DataError(problem, where=self.name) from error
-            self._open[shard] = file
-            if len(self._open) > MAX_OPEN:
-                self._open.popitem(last=False)
-            return file
+    def expect(self, batches: Iterable[Sequence[int]]) -> None:
+        return None
 
-    def expect(self, batches: Iterable[Sequence[int]]) -> Expected:
-        return NOT_STAGED
+
+def _open_shard(folder: Path, shard: int) -> ShardFile:
+    path = folder / layout.shard_name(shard)
+    try:
+        return ShardFile.open(path)
+    except OSError as error:
+        problem = Problem(f"{path}: {os_error_text(error)}", "a file that can be read")
+        raise DataError(problem, where=str(folder)) from error
 
 
 class PackFiles:
@@ -122,7 +113,7 @@ class PackFiles:
         counts = np.array([shard.num_records for shard in self.manifest.shards], dtype=np.int64)
         self.ends: np.ndarray = np.cumsum(counts)
         self._sizes = np.array([shard.num_bytes for shard in self.manifest.shards], dtype=np.uint64)
-        self._index = place.index
+        self.index = place.index
 
     def place(self, sample: int) -> str:
         """The file and the record of a sample."""
@@ -137,7 +128,7 @@ class PackFiles:
             return []
         if numbers.min() < 0 or numbers.max() >= self.ends[-1]:
             raise IndexError(f"samples {numbers.min()} to {numbers.max()} of a pack of {self.ends[-1]}")
-        entries, shards = self._index[numbers], np.searchsorted(self.ends, numbers, side="right")
+        entries, shards = self.index[numbers], np.searchsorted(self.ends, numbers, side="right")
         wrong = layout.entry_problems(entries, self._sizes[shards], self.manifest)
         if wrong.any():
             number = int(numbers[int(wrong.argmax())])
@@ -161,11 +152,7 @@ class PackFiles:
         except ValueError as error:
             raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=self.name) from None
 
-    def stored_lengths(self) -> np.ndarray:
-        """The length of each record, as it is stored: uint64 [samples]."""
-        return self._index["length"]
-
-    def expect_batches(self, batches: Iterable[Sequence[int]]) -> Expected:
+    def expect_batches(self, batches: Iterable[Sequence[int]]) -> Expected | None:
         """These samples will be read, batch after batch."""
         return self._place.expect(
             np.unique(np.searchsorted(self.ends, batch, side="right")).tolist() for batch in batches

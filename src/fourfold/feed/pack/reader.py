@@ -1,7 +1,6 @@
 """Reader: a pack as a source.
 
 fixed    a pack whose records all have one length, not compressed: they are read into the rows of a batch
-stretch  consecutive samples of a batch, which one thread reads
 lent     a buffer that some tensor of a batch still uses
 origin   a folder or a URL where a pack may be; the manifest is read from it when the pack is opened, the index is
          copied whole, and shards are read through copies on the node's own disk
@@ -14,6 +13,7 @@ tensor, view or array of the batch is left.
 B batch
 """
 
+import functools
 import logging
 import mmap
 import os
@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack import layout
-from fourfold.feed.pack.files import LocalPlace, PackFiles, PackPlace, Record
+from fourfold.feed.pack.files import LocalPlace, PackFiles, Record, ShardFile, ShardReader
 from fourfold.feed.pack.layout import Manifest
 from fourfold.feed.pack.schema import Schema, build
 from fourfold.feed.pack.values import DTYPES, decode
@@ -40,8 +39,9 @@ from fourfold.feed.pack.zstd import Codec
 from fourfold.feed.position import Expected
 from fourfold.feed.source import empty_like
 from fourfold.feed.staging.origin import Origin, open_origin, without_password
-from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache, StagedFile
+from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
+from fourfold.feed.stretches import StretchThreads
 from fourfold.words.argument_checks import format_argument, int_problems, str_problems
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
 
@@ -101,46 +101,20 @@ def _new(size: int) -> mmap.mmap:
 log = logging.getLogger("fourfold")
 
 
-class _CopiedShard:
-    """A shard of which this node has a copy. It is not evicted while something refers to this."""
-
-    def __init__(self, number: int, copy: StagedFile) -> None:
-        self.number, self._copy = number, copy
-
-    def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(self._copy.descriptor, parts, offset)
-
-    def __del__(self) -> None:
-        self._copy.close()
-
-
 class _OriginShard:
     """A shard without a copy."""
 
-    def __init__(self, number: int, origin: Origin) -> None:
-        self.number, self._origin = number, origin
+    def __init__(self, name: str, origin: Origin) -> None:
+        self._name, self._origin = name, origin
 
     def preadv(self, parts: Sequence[memoryview], offset: int) -> int:
         length = sum(map(len, parts))
-        content = memoryview(self._origin.read(layout.shard_name(self.number), offset, offset + length))
+        content = memoryview(self._origin.read(self._name, offset, offset + length))
         start = 0
         for part in parts:
             part[:] = content[start : start + len(part)]
             start += len(part)
         return length
-
-
-class _StagedBatches:
-    """Batches of which the shards are copied."""
-
-    def __init__(self, place: "_StagedPlace", stager: Stager) -> None:
-        self._place, self._stager = place, stager
-
-    def advance(self) -> None:
-        self._stager.advance()
-
-    def close(self) -> None:
-        self._place.end(self._stager)
 
 
 class _StagedPlace:
@@ -161,29 +135,22 @@ class _StagedPlace:
         self._lock, self._process = threading.Lock(), os.getpid()
         self.index = self._open_index()
 
-    def open(self, shard: int) -> _CopiedShard | _OriginShard:
+    def open(self, shard: int) -> ShardReader:
         """The shard's copy, or the shard at the origin. Waits for a copy that is being made."""
+        copy = None
         if self._process == os.getpid():  # the stager's threads do not survive a fork
-            for stager in self._stagers:
-                # Opened again: what a stager holds may be closed while it is read.
-                if (held := stager.open(shard)) is not None:
-                    return _CopiedShard(shard, held)
-        copy = self._cache.open(self._shards[shard])
-        return _OriginShard(shard, self._origin) if copy is None else _CopiedShard(shard, copy)
+            # Opened again: what a stager holds may be closed while it is read.
+            copy = next(filter(None, (stager.open(shard) for stager in self._stagers)), None)
+        copy = copy or self._cache.open(self._shards[shard])
+        # A copy that is open is not evicted.
+        return ShardFile(copy.descriptor) if copy else _OriginShard(self._shards[shard].name, self._origin)
 
-    def expect(self, batches: Iterable[Sequence[int]]) -> "_StagedBatches":
+    def expect(self, batches: Iterable[Sequence[int]]) -> Expected:
         """Copy the shards of these batches, ahead of them."""
-        stager = Stager(self._origin, self._shards, self._cache)
+        stager = Stager(self._origin, self._shards, self._cache, batches)
         with self._lock:
-            self._stagers += (stager,)
-        stager.expect(batches)
-        return _StagedBatches(self, stager)
-
-    def end(self, stager: Stager) -> None:
-        """Give up the copies that a stager holds."""
-        with self._lock:
-            self._stagers = tuple(each for each in self._stagers if each is not stager)
-        stager.close()
+            self._stagers = (*(each for each in self._stagers if not each.is_closed), stager)
+        return stager
 
     def _open_index(self) -> np.ndarray:
         """The index, mapped from its copy; in memory if there is no room for one."""
@@ -243,14 +210,15 @@ class Pack:
         problems = int_problems("threads", threads, minimum=1, optional=True)
         if problems := problems + _cache_problems(self._path, cache, cache_bytes):
             raise DataError(problems, where="the pack")
-        self._threads = threads or min(DEFAULT_THREADS, len(os.sched_getaffinity(0)))
-        self._cache = None if cache is None else os.path.abspath(cache), cache_bytes
-        self._files = PackFiles(_open_place(self._path, *self._cache))
+        self._threads = StretchThreads(threads or min(DEFAULT_THREADS, len(os.sched_getaffinity(0))), "fourfold pack")
+        self._cache: Any = {"cache": None if cache is None else os.path.abspath(cache), "cache_bytes": cache_bytes}
+        if cache is None or cache_bytes is None:
+            self._files = PackFiles(LocalPlace(path))
+        else:
+            self._files = PackFiles(_StagedPlace(open_origin(self._path), cache, cache_bytes))
         self._images = images
         self._buffers: _BufferPool | _PinnedBuffers = _BufferPool()
         self._codec = Codec() if self.manifest.compression == "zstd" else None
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_process = 0
         self.bytes_read = 0
         """What has been read of records."""
 
@@ -272,9 +240,10 @@ class Pack:
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a worker process goes the path, not what is open
         path = self._path if "://" in self._path else os.path.abspath(self._path)
-        return _reopen, (path, self._threads, self._images, self._cache)
+        options: Any = {"threads": self._threads.num_threads, "images": self._images, **self._cache}
+        return functools.partial(Pack, **options), (path,)
 
-    def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected:
+    def expect_batches(self, batches: Iterable[Sequence[int]], /) -> Expected | None:
         """These samples will be read, batch after batch: a feed says so, and their shards are copied ahead."""
         return self._files.expect_batches(batches)
 
@@ -309,7 +278,8 @@ class Pack:
     def _fetch_rows(self, records: Sequence[Record]) -> Any:
         """Records of one length: each field is read into its row of the batch."""
         batch = [self._buffers.lend(field.num_bytes * len(records)) for field in self.schema.fields]
-        columns = [(memoryview(tensor.numpy()), field.num_bytes) for tensor, field in _zip(batch, self.schema)]
+        fields: list[Any] = list(zip(batch, self.schema.fields, strict=True))
+        columns = [(memoryview(tensor.numpy()), field.num_bytes) for tensor, field in fields]
         read_record, xxh3_64 = self._files.read, xxhash.xxh3_64
 
         def read(start: int, stop: int) -> None:
@@ -325,36 +295,15 @@ class Pack:
                     read_record(record, parts)
 
         self._in_stretches(records, read)
-        values = [
-            tensor.view(DTYPES[field.dtype]).reshape(len(records), *field.shape)
-            for tensor, field in _zip(batch, self.schema)
-        ]
+        values = [tensor.view(DTYPES[field.dtype]).reshape(len(records), *field.shape) for tensor, field in fields]
         return build(self.schema, values)
 
     def _in_stretches(self, records: Sequence[Record], read: Callable[[int, int], None]) -> None:
-        """Read records in threads; `read(start, stop)` reads some of them. Raises the first error in their order."""
+        """Read records in threads; `read(start, stop)` reads some of them."""
         num_bytes = sum(record.length for record in records)
-        count = max(1, min(self._threads, len(records), num_bytes // LEAST_STRETCH_BYTES))
-        bounds = [len(records) * part // count for part in range(count + 1)]
-        if count == 1:
-            read(0, len(records))
-        else:
-            # This thread reads too: handing over and waiting costs more than one stretch.
-            others = [self._executor().submit(read, *bounds[part : part + 2]) for part in range(1, count)]
-            try:
-                read(*bounds[:2])
-            finally:
-                errors = [other.exception() for other in others]
-            for error in errors:
-                if error is not None:
-                    raise error
+        count = max(1, min(self._threads.num_threads, len(records), num_bytes // LEAST_STRETCH_BYTES))
+        self._threads.run(len(records), count, read)
         self.bytes_read += num_bytes
-
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._pool_process != os.getpid():  # threads do not survive a fork
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="fourfold pack")
-            self._pool_process = os.getpid()
-        return self._pool
 
     def _sample(self, record: Record) -> Any:
         stored = np.empty(record.length, dtype=np.uint8)
@@ -367,20 +316,6 @@ class Pack:
             raise
         except ValueError as error:
             raise DamagedSample(self._files.place(record.sample), str(error), where=self._files.name) from error
-
-
-def _open_place(path: str, cache: str | None, cache_bytes: int | None) -> PackPlace:
-    if cache is None or cache_bytes is None:
-        return LocalPlace(path)
-    return _StagedPlace(open_origin(path), cache, cache_bytes)
-
-
-def _zip(batch: Sequence[Tensor], schema: Schema) -> Any:
-    return zip(batch, schema.fields, strict=True)
-
-
-def _reopen(path: str, threads: int, images: bool, cache: tuple[str | None, int | None]) -> Pack:
-    return Pack(path, threads=threads, images=images, cache=cache[0], cache_bytes=cache[1])
 
 
 def _cache_problems(path: str, cache: Any, cache_bytes: Any) -> list[Problem]:

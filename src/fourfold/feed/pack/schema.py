@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem
@@ -175,7 +176,7 @@ def _merged(one: Field, other: Field) -> Field | None:
     if (one.kind, one.dtype, len(one.shape)) != (other.kind, other.dtype, len(other.shape)):
         return None
     shape = tuple(a if a == b else OPEN for a, b in zip(one.shape, other.shape, strict=True))
-    return Field(one.path, one.kind, one.dtype, shape, one.classes)
+    return replace(one, shape=shape)
 
 
 def with_variable(schema: Schema, names: Sequence[str]) -> Schema:
@@ -184,10 +185,7 @@ def with_variable(schema: Schema, names: Sequence[str]) -> Schema:
     if unknown := [name for name in names if name not in arrays]:
         need = f"some of {comma_list(sorted(arrays))}" if arrays else "nothing: no field is an array"
         raise DataError([Problem(f"variable = {name}", need) for name in unknown], where="the pack")
-    fields = [
-        Field(each.path, each.kind, each.dtype, (OPEN,) * len(each.shape), each.classes) if each.name in names else each
-        for each in schema.fields
-    ]
+    fields = [replace(each, shape=(OPEN,) * len(each.shape)) if each.name in names else each for each in schema.fields]
     return Schema(tuple(fields), schema.is_pair)
 
 

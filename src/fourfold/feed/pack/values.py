@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.pack.schema import (
     BYTES_LIKE,
     DTYPE_OF_NUMBER,
@@ -94,15 +95,7 @@ def _kind_of(value: Any) -> Kind | None:
         return "array"
     if isinstance(value, EncodedImage):
         return "image"
-    table: dict[type, Kind] = {
-        bool: "bool",
-        int: "int",
-        float: "float",
-        str: "text",
-        bytes: "bytes",
-        bytearray: "bytes",
-    }
-    return table.get(type(value))
+    return KINDS.get(type(value))
 
 
 def _as_tensor(value: Any) -> Tensor | None:
@@ -220,13 +213,9 @@ def tensor_of(content: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 def decode_image(content: bytes) -> Tensor:
     """The pixels of an image file, upright: uint8 [3, height, width]. Raises ValueError if it is damaged."""
+    pillow = import_optional("PIL.Image", "Pillow, which decodes images", "images", got="images, and no Pillow")
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        need, attempt = "Pillow, which decodes images", "pip install 'fourfold[images]'"
-        raise DataError(Problem("images, and no Pillow", need, attempt)) from None
-    try:
-        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+        with pillow.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
             tags = getattr(image, "tag_v2", {})  # of a TIFF, which is unpacked by whole tiles, however small it is
             width, height = max(image.width, tags.get(TILE_WIDTH, 0)), max(image.height, tags.get(TILE_HEIGHT, 0))
             check_fits(IMAGE_THREADS * PIXEL_BYTES * width * height, f"{width} × {height} pixels")
@@ -236,7 +225,7 @@ def decode_image(content: bytes) -> Tensor:
             pixels = _upright(np.array(image.convert("RGB")), image)
     except ValueError:
         raise
-    except UnidentifiedImageError as error:  # whose message has an address, which is another in each attempt
+    except pillow.UnidentifiedImageError as error:  # whose message has an address, which is another in each attempt
         raise ValueError(f"it is no {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # Pillow's parsers raise what their input leads to: TypeError, struct.error, …
         raise ValueError(f"an image that cannot be decoded: {str(error) or type(error).__name__}") from error

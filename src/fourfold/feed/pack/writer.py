@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from fourfold.environment.atomic_file import PARTIAL_SUFFIX, fsync_path, write_atomically
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.layout import ENTRY, ShardInfo, shard_name
 from fourfold.feed.pack.schema import Schema, merge, with_variable
-from fourfold.feed.pack.values import Encoder, Part, schema_of
+from fourfold.feed.pack.values import Encoder, schema_of
 from fourfold.feed.pack.zstd import Codec, Compression
 from fourfold.words import argument_checks
 from fourfold.words.error_notes import error_line
@@ -43,7 +44,7 @@ ZEROS = bytes(2**16)
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a shard is."""
+    """A shard that is on the disk. `entries`: the bytes of ENTRY [records]."""
 
     info: ShardInfo
     max_record_bytes: int
@@ -51,19 +52,12 @@ class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     entries_digest: str
 
 
-class WrittenShard(NamedTuple):
-    """A shard that is on the disk: ENTRY [records]."""
-
-    info: ShardInfo
-    max_record_bytes: int
-    entries: np.ndarray
-
-
 class ShardWriter:
-    """Writes one shard. `add` each record, then `commit`; or `abandon`."""
+    """Writes one shard. `add` each sample, then `commit`; and `close`."""
 
-    def __init__(self, folder: Path, number: int, alignment: int) -> None:
-        self._path, self._alignment = folder / shard_name(number), alignment
+    def __init__(self, folder: Path, number: int, plan: "_PackingPlan") -> None:
+        self._path, self._alignment = folder / shard_name(number), plan.alignment
+        self._encoder, self._codec = Encoder(plan.schema), Codec() if plan.compression == "zstd" else None
         self._partial = self._path.with_name(self._path.name + PARTIAL_SUFFIX)
         self._file = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._pending: list[bytes] = []
@@ -73,23 +67,16 @@ class ShardWriter:
         self._max_record_bytes = 0
         self.num_bytes = 0
 
-    @property
-    def num_records(self) -> int:
-        return len(self._entries)
-
-    def add(self, parts: Sequence[Part], record_bytes: int) -> None:
-        """Write a record, as it is stored. `record_bytes`: its length before compression."""
-        parts = [bytes(part) for part in parts]  # a source may reuse the memory of its samples
-        if len(parts) == 1:
-            digest = xxhash.xxh3_64_intdigest(parts[0])
-        else:
-            hasher = xxhash.xxh3_64()
-            for part in parts:
-                hasher.update(part)
-            digest = hasher.intdigest()
-        length = sum(map(len, parts))
-        self._entries.append((self.num_bytes, length, digest))
-        self._max_record_bytes = max(self._max_record_bytes, record_bytes)
+    def add(self, sample: Any, key: str) -> int:
+        """Write a sample's record; how many bytes it takes, as it is stored."""
+        parts = [bytes(part) for part in self._encoder.encode(sample, key)]  # a source may use its memory again
+        self._max_record_bytes = max(self._max_record_bytes, sum(map(len, parts)))
+        if self._codec is not None:
+            parts = [self._codec.compress(b"".join(parts))]
+        length, hasher = sum(map(len, parts)), xxhash.xxh3_64()
+        for part in parts:
+            hasher.update(part)
+        self._entries.append((self.num_bytes, length, hasher.intdigest()))
         self._pending += parts
         if padding := -length % self._alignment:
             self._pending.append(ZEROS[:padding])
@@ -97,6 +84,7 @@ class ShardWriter:
         self._num_pending_bytes += length + padding
         if self._num_pending_bytes >= FLUSH_BYTES or len(self._pending) >= MAX_PARTS:
             self._flush()
+        return length + padding
 
     def _flush(self) -> None:
         content = b"".join(self._pending)  # one write: parts are small, or copied faster than written
@@ -106,18 +94,17 @@ class ShardWriter:
         while view:
             view = view[os.write(self._file, view) :]
 
-    def commit(self) -> WrittenShard:
+    def commit(self) -> Note:
         """The shard, on the disk under its name."""
         self._flush()
         os.fsync(self._file)
         self.close()
         self._partial.replace(self._path)
         info = ShardInfo(len(self._entries), self.num_bytes, self._digest.hexdigest())
-        entries = np.array(self._entries, dtype=ENTRY)
-        content = entries.tobytes()
-        note = Note(info, self._max_record_bytes, content, xxhash.xxh3_128_hexdigest(content))
-        write_atomically(note_path(self._path), msgspec.msgpack.encode(note), durable=True)
-        return WrittenShard(info, self._max_record_bytes, entries)
+        entries = np.array(self._entries, dtype=ENTRY).tobytes()
+        note = Note(info, self._max_record_bytes, entries, xxhash.xxh3_128_hexdigest(entries))
+        write_atomically(_note_path(self._path), msgspec.msgpack.encode(note), durable=True)
+        return note
 
     def close(self) -> None:
         """Give up the file; without `commit` the shard will be written again."""
@@ -126,23 +113,21 @@ class ShardWriter:
             self._file = -1
 
 
-def note_path(path: Path) -> Path:
+def _note_path(path: Path) -> Path:
     """The note of the shard at `path`."""
     return path.with_suffix(".note")
 
 
-def read_note(folder: Path, number: int) -> WrittenShard | None:
+def _read_note(folder: Path, number: int) -> Note | None:
     """A shard that an earlier packing has written; None if it has to be written again."""
     path = folder / shard_name(number)
     try:
-        note = msgspec.msgpack.decode(note_path(path).read_bytes(), type=Note)
+        note = msgspec.msgpack.decode(_note_path(path).read_bytes(), type=Note)
         size = path.stat().st_size
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
     is_whole = xxhash.xxh3_128_hexdigest(note.entries) == note.entries_digest and size == note.info.num_bytes
-    if not is_whole or len(note.entries) != note.info.num_records * ENTRY.itemsize:
-        return None
-    return WrittenShard(note.info, note.max_record_bytes, np.frombuffer(note.entries, dtype=ENTRY))
+    return note if is_whole and len(note.entries) == note.info.num_records * ENTRY.itemsize else None
 
 
 # ---- the plan of a packing -------------------------------------------------------------------------------------------
@@ -168,17 +153,12 @@ class _PackingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
 
     @property
-    def num_shards(self) -> int:
-        """With samples_per_shard."""
-        assert self.num_samples is not None
-        assert self.samples_per_shard is not None
-        return -(-self.num_samples // self.samples_per_shard)
-
-    def samples_of(self, shard: int) -> range:
-        assert self.num_samples is not None
-        assert self.samples_per_shard is not None
-        start = shard * self.samples_per_shard
-        return range(start, min(start + self.samples_per_shard, self.num_samples))
+    def shards(self) -> list[range] | None:
+        """The samples of each shard; None: a shard ends when it has shard_bytes."""
+        if self.num_samples is None or self.samples_per_shard is None:
+            return None
+        starts = range(0, self.num_samples, self.samples_per_shard)
+        return [range(start, min(start + self.samples_per_shard, self.num_samples)) for start in starts]
 
 
 def _agree(plan: _PackingPlan, folder: Path) -> _PackingPlan:
@@ -206,15 +186,6 @@ def _differences(begun: _PackingPlan, plan: _PackingPlan) -> Iterator[str]:
             yield f"{name} = {str(before)[:80]} then, {str(now)[:80]} now"
 
 
-def _fingerprint_of(samples: Sequence[Any], schema: Schema, num_samples: int | None) -> str:
-    """A digest of some samples and of how many there are: by it a packing that goes on knows its source again."""
-    digest, encoder = xxhash.xxh3_128(str(num_samples).encode()), Encoder(schema)
-    for number, sample in enumerate(samples):
-        for part in encoder.encode(sample, f"sample {number}"):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 # ---- samples to shards -----------------------------------------------------------------------------------------------
 
 
@@ -227,36 +198,30 @@ class _Numbered(NamedTuple):
     source: Any
 
     def read(self, number: int) -> Any:
-        return getattr(self.source, "pack_sample", self.source.__getitem__)(number)
+        """What is to be stored of a sample. Raises DataError, with its key, if the source raises."""
+        try:
+            return getattr(self.source, "pack_sample", self.source.__getitem__)(number)
+        except FourfoldError:
+            raise
+        except Exception as error:
+            raise _unreadable(self.key(number), error) from error
 
     def key(self, number: int) -> str:
         name = getattr(self.source, "sample_key", None)
         return name(number) if name is not None else f"sample {number}"
 
 
-def _read_sample(numbered: _Numbered, number: int) -> Any:
-    """What is to be stored of a sample. Raises DataError, with its key, if the source raises."""
+def _named_errors(samples: Iterator[Any]) -> Iterator[Any]:
+    """The samples of an iterable. Raises DataError, with the sample, if the iterable raises."""
+    number = 0
     try:
-        return numbered.read(number)
+        for sample in samples:
+            yield sample
+            number += 1
     except FourfoldError:
         raise
     except Exception as error:
-        raise _unreadable(numbered.key(number), error) from error
-
-
-def _named_errors(samples: Iterator[Any], number: int = 0) -> Iterator[Any]:
-    """The samples of an iterable; `number`: of the first. Raises DataError, with the sample, if the iterable raises."""
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        except FourfoldError:
-            raise
-        except Exception as error:
-            raise _unreadable(f"sample {number}", error) from error
-        yield sample
-        number += 1
+        raise _unreadable(f"sample {number}", error) from error
 
 
 def _unreadable(key: str, error: Exception) -> DataError:
@@ -264,99 +229,69 @@ def _unreadable(key: str, error: Exception) -> DataError:
     return DataError(problem, where="the source to pack")
 
 
-class _RecordWriter:
-    """Samples to the records of shards."""
+class _Packing(NamedTuple):
+    """The shards of a plan, in the folder of its packing."""
 
-    def __init__(self, folder: Path, plan: _PackingPlan) -> None:
-        self._folder, self._plan, self._encoder = folder, plan, Encoder(plan.schema)
-        self._codec = Codec() if plan.compression == "zstd" else None
+    folder: Path
+    plan: _PackingPlan
+    progress: Progress
 
-    def open(self, number: int) -> ShardWriter:
-        return ShardWriter(self._folder, number, self._plan.alignment)
+    def finished(self) -> dict[int, Note]:
+        """What an earlier packing has written: of an iterable, the shards before the first that is missing."""
+        found, shards = dict[int, Note](), self.plan.shards
+        for number in itertools.count() if shards is None else range(len(shards)):
+            note = _read_note(self.folder, number)
+            if note is not None and (shards is None or note.info.num_records == len(shards[number])):
+                found[number] = note
+                self.progress(note.info.num_records, note.info.num_bytes)
+            elif shards is None:
+                break
+        return found
 
-    def add(self, writer: ShardWriter, sample: Any, key: str) -> None:
-        parts = self._encoder.encode(sample, key)
-        record_bytes = sum(map(len, parts))
-        if self._codec is not None:
-            parts = [self._codec.compress(b"".join(parts))]
-        writer.add(parts, record_bytes)
+    def write_numbered(self, samples: _Numbered, finished: dict[int, Note], threads: int) -> list[Note]:
+        """All shards; those that are not finished are written in threads."""
+        shards, stopped = self.plan.shards or [], list[bool]()
+        missing = [number for number in range(len(shards)) if number not in finished]
 
-
-def _pack_numbered(
-    folder: Path, plan: _PackingPlan, samples: _Numbered, threads: int, progress: Progress
-) -> tuple[list[WrittenShard], int]:
-    records, resumed = _RecordWriter(folder, plan), 0
-    stopped: list[bool] = []
-
-    def write(number: int) -> WrittenShard:
-        writer = records.open(number)
-        try:
-            before = 0
-            for index in plan.samples_of(number):
+        def read(numbers: range) -> Iterator[tuple[str, Any]]:
+            for number in numbers:
                 if stopped:
-                    raise InterruptedError(f"shard {number}")
-                records.add(writer, _read_sample(samples, index), samples.key(index))
-                progress(1, writer.num_bytes - before)
-                before = writer.num_bytes
+                    raise InterruptedError(f"sample {number}")
+                yield samples.key(number), samples.read(number)
+
+        with ThreadPoolExecutor(max(1, min(threads, len(missing))), thread_name_prefix="fourfold pack") as pool:
+            try:
+                written = pool.map(lambda number: self._write_shard(number, read(shards[number])), missing)
+                finished |= zip(missing, written, strict=True)
+            except BaseException:
+                stopped.append(True)
+                pool.shutdown(cancel_futures=True)
+                raise
+        return [finished[number] for number in range(len(shards))]
+
+    def write_stream(self, samples: Iterator[Any], finished: dict[int, Note]) -> list[Note]:
+        """All shards, of which the samples of the finished ones are skipped."""
+        shards = list(finished.values())
+        count = sum(shard.info.num_records for shard in shards)
+        if (skipped := sum(1 for _ in itertools.islice(samples, count))) < count:
+            need = f"the {count} that have been packed already, and the rest"
+            raise DataError(Problem(f"{skipped} samples", need), where="the source to pack")
+        rest = ((f"sample {number}", sample) for number, sample in enumerate(samples, count))
+        for first in rest:
+            shards.append(self._write_shard(len(shards), itertools.chain([first], rest)))
+        return shards
+
+    def _write_shard(self, number: int, samples: Iterable[tuple[str, Any]]) -> Note:
+        """A shard of these samples with their keys; of a stream, until it has the bytes of one."""
+        writer = ShardWriter(self.folder, number, self.plan)
+        try:
+            for key, sample in samples:
+                self.progress(1, writer.add(sample, key))
+                if self.plan.samples_per_shard is None and writer.num_bytes >= self.plan.shard_bytes:
+                    break
             return writer.commit()
         finally:
             writer.close()
-
-    shards: dict[int, WrittenShard] = {}
-    for number in range(plan.num_shards):
-        found = read_note(folder, number)
-        if found is not None and found.info.num_records == len(plan.samples_of(number)):
-            shards[number] = found
-            resumed += found.info.num_records
-            progress(found.info.num_records, found.info.num_bytes)
-    missing = [number for number in range(plan.num_shards) if number not in shards]
-    with ThreadPoolExecutor(max(1, min(threads, len(missing))), thread_name_prefix="fourfold pack") as pool:
-        try:
-            shards |= zip(missing, pool.map(write, missing), strict=True)
-        except BaseException:
-            stopped.append(True)
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [shards[number] for number in range(plan.num_shards)], resumed
-
-
-def _pack_stream(
-    folder: Path, plan: _PackingPlan, samples: Iterator[Any], progress: Progress
-) -> tuple[list[WrittenShard], int]:
-    shards: list[WrittenShard] = []
-    while (found := read_note(folder, len(shards))) is not None:
-        shards.append(found)
-        progress(found.info.num_records, found.info.num_bytes)
-    resumed = sum(shard.info.num_records for shard in shards)
-    number, records = resumed, _RecordWriter(folder, plan)
-    rest = iter(_skipped(samples, resumed))
-    while (sample := next(rest, _END)) is not _END:
-        writer = records.open(len(shards))
-        try:
-            while sample is not _END:
-                before = writer.num_bytes
-                records.add(writer, sample, f"sample {number}")
-                progress(1, writer.num_bytes - before)
-                number += 1
-                if writer.num_bytes >= plan.shard_bytes:
-                    break
-                sample = next(rest, _END)
-            shards.append(writer.commit())
-        finally:
-            writer.close()
-    return shards, resumed
-
-
-_END = object()
-
-
-def _skipped(samples: Iterator[Any], count: int) -> Iterator[Any]:
-    """The samples after the first `count`. Raises DataError if there are fewer."""
-    skipped = sum(1 for _ in itertools.islice(samples, count))
-    if skipped < count:
-        need = f"the {count} that have been packed already, and the rest"
-        raise DataError(Problem(f"{skipped} samples", need), where="the source to pack")
-    return samples
 
 
 # ---- the pack --------------------------------------------------------------------------------------------------------
@@ -405,18 +340,22 @@ def pack(
     folder = path.with_name(path.name + PACKING_SUFFIX)
     try:
         with _locked(folder, path):
-            done = _pack_into(folder, source, (shard_bytes, threads, compression, tuple(variable)), progress)
-            for each in folder.iterdir():
-                if each.name not in done.names:
-                    each.unlink()
-            fsync_path(folder)
-            folder.rename(path)
-            fsync_path(path.parent)
+            probed, samples = _probe(source)
+            schema = with_variable(_schema_of(source, probed), variable)
+            num_samples = len(source) if isinstance(samples, _Numbered) else None
+            plan = _agree(_make_plan(source, schema, probed, num_samples, (shard_bytes, compression)), folder)
+            packing = _Packing(folder, plan, progress)
+            finished = packing.finished()
+            num_resumed = sum(shard.info.num_records for shard in finished.values())
+            if isinstance(samples, _Numbered):
+                shards = packing.write_numbered(samples, finished, threads or os.cpu_count() or 1)
+            else:
+                shards = packing.write_stream(samples, finished)
+            manifest = _finish(folder, path, plan, shards)
     except OSError as error:
         attempt = "the same command again once that is resolved: it goes on where it was"
         raise DataError(Problem(f"{folder}: {os_error_text(error)}", "room for the pack", attempt)) from error
-    manifest = done.manifest
-    return Packed(path, manifest.num_records, manifest.num_bytes, len(manifest.shards), done.num_resumed)
+    return Packed(path, manifest.num_records, manifest.num_bytes, len(manifest.shards), num_resumed)
 
 
 def _check_arguments(path: Path, shard_bytes: int, threads: int | None, compression: str) -> None:
@@ -451,44 +390,18 @@ def _locked(folder: Path, path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-class _Done(NamedTuple):
-    manifest: layout.Manifest
-    num_resumed: int
-
-    @property
-    def names(self) -> set[str]:
-        """The files of the pack."""
-        shards = {layout.shard_name(number) for number in range(len(self.manifest.shards))}
-        return shards | {layout.MANIFEST_FILE, layout.INDEX_FILE}
-
-
-def _pack_into(
-    folder: Path, source: Any, options: tuple[int, int | None, Compression, Sequence[str]], progress: Progress
-) -> _Done:
-    shard_bytes, threads, compression, variable = options
-    probed, samples = _probe(source)
-    is_numbered = isinstance(samples, _Numbered)
-    schema = with_variable(_schema_of(source, probed), variable)
-    plan = _agree(_make_plan(source, schema, probed, is_numbered, (shard_bytes, compression)), folder)
-    if isinstance(samples, _Numbered):
-        shards, num_resumed = _pack_numbered(folder, plan, samples, threads or os.cpu_count() or 1, progress)
-    else:
-        shards, num_resumed = _pack_stream(folder, plan, samples, progress)
-    return _Done(_finish(folder, plan, shards), num_resumed)
-
-
 def _probe(source: Any) -> tuple[dict[str, Any], _Numbered | Iterator[Any]]:
     """Some samples by their keys, and all of them."""
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, dict | str | bytes):
         length, numbered = len(source), _Numbered(source)
         numbers = sorted({index * length // NUM_PROBED for index in range(NUM_PROBED)}) if length else []
-        probed = {numbered.key(number): _read_sample(numbered, number) for number in numbers}
+        probed = {numbered.key(number): numbered.read(number) for number in numbers}
         samples: _Numbered | Iterator[Any] = numbered
     elif isinstance(source, Iterable) and not isinstance(source, dict | str | bytes):
-        rest = iter(source)
-        first = list(itertools.islice(_named_errors(rest), NUM_PROBED))
+        rest = _named_errors(iter(source))
+        first = list(itertools.islice(rest, NUM_PROBED))
         probed = {f"sample {number}": sample for number, sample in enumerate(first)}
-        samples = itertools.chain(first, _named_errors(rest, len(first)))
+        samples = itertools.chain(first, rest)
     else:
         need = "len(source) and source[i], or an iterable of samples"
         raise DataError(Problem(f"a {type(source).__name__}", need), where="the source to pack")
@@ -503,24 +416,23 @@ def _schema_of(source: Any, probed: dict[str, Any]) -> Schema:
     classes = getattr(source, "classes", None)
     if not isinstance(classes, Sequence) or isinstance(classes, str) or not schema.is_pair:
         return schema
-    from fourfold.feed.pack.schema import Field
-
     names = tuple(map(str, classes))
-    fields = [
-        Field(each.path, each.kind, each.dtype, each.shape, names) if each.path == ("targets",) else each
-        for each in schema.fields
-    ]
+    fields = [replace(each, classes=names) if each.path == ("targets",) else each for each in schema.fields]
     return Schema(tuple(fields), is_pair=True)
 
 
 def _make_plan(
-    source: Any, schema: Schema, probed: dict[str, Any], is_numbered: bool, options: tuple[int, Compression]
+    source: Any, schema: Schema, probed: dict[str, Any], num_samples: int | None, options: tuple[int, Compression]
 ) -> _PackingPlan:
-    encoder, (shard_bytes, compression) = Encoder(schema), options
-    sizes = [sum(map(len, encoder.encode(sample, key))) for key, sample in probed.items()]
-    mean = sum(sizes) / len(sizes)
+    (shard_bytes, compression), encoder = options, Encoder(schema)
+    # By a digest of some samples and of how many there are, a packing that goes on knows its source again.
+    digest, num_bytes = xxhash.xxh3_128(str(num_samples).encode()), 0
+    for key, sample in probed.items():
+        for part in encoder.encode(sample, key):
+            digest.update(part)
+            num_bytes += len(part)
+    mean = num_bytes / len(probed)
     alignment = layout.alignment_for(mean)
-    num_samples = len(source) if is_numbered else None
     stored = max(1.0, mean + alignment / 2 if schema.record_bytes is None else mean + -mean % alignment)
     return _PackingPlan(
         schema=schema,
@@ -528,9 +440,9 @@ def _make_plan(
         compression=compression,
         shard_bytes=shard_bytes,
         num_samples=num_samples,
-        samples_per_shard=max(1, int(shard_bytes / stored)) if is_numbered else None,
+        samples_per_shard=max(1, int(shard_bytes / stored)) if num_samples is not None else None,
         source=_name_of(source),
-        fingerprint=_fingerprint_of(list(probed.values()), schema, num_samples),
+        fingerprint=digest.hexdigest(),
     )
 
 
@@ -539,15 +451,14 @@ def _name_of(source: Any) -> str:
     return name if isinstance(name, str) else type(source).__name__
 
 
-def _finish(folder: Path, plan: _PackingPlan, shards: Sequence[WrittenShard]) -> layout.Manifest:
-    """Write index and manifest."""
+def _finish(folder: Path, path: Path, plan: _PackingPlan, shards: Sequence[Note]) -> layout.Manifest:
+    """Write index and manifest, and make the folder of the packing the pack at `path`."""
     digest = xxhash.xxh3_128()
     index = folder / layout.INDEX_FILE
     with index.open("wb") as file:
         for shard in shards:
-            content = np.ascontiguousarray(shard.entries).tobytes()
-            digest.update(content)
-            file.write(content)
+            digest.update(shard.entries)
+            file.write(shard.entries)
     fsync_path(index)
     manifest = layout.Manifest(
         version=layout.VERSION,
@@ -561,4 +472,11 @@ def _finish(folder: Path, plan: _PackingPlan, shards: Sequence[WrittenShard]) ->
         fingerprint=plan.fingerprint,
     )
     write_atomically(folder / layout.MANIFEST_FILE, layout.encode_manifest(manifest), durable=True)
+    names = {layout.MANIFEST_FILE, layout.INDEX_FILE, *map(shard_name, range(len(shards)))}
+    for each in folder.iterdir():
+        if each.name not in names:
+            each.unlink()
+    fsync_path(folder)
+    folder.rename(path)
+    fsync_path(path.parent)
     return manifest

@@ -8,28 +8,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.unpacked import check_fits
-from fourfold.words.errors import DataError, Problem
 
 LEVEL = 3
 Compression = Literal["none", "zstd"]
-
-
-def zstandard() -> Any:
-    """The library. Raises DataError if it is not installed."""
-    try:
-        import zstandard as library
-    except ImportError:
-        need, attempt = "zstandard, which reads and writes it", "pip install 'fourfold[zstd]'"
-        raise DataError(Problem("compression zstd, and no zstandard", need, attempt), where="the pack") from None
-    return library
 
 
 class Codec(threading.local):
     """One compressor and one decompressor for each thread: they are not safe to share."""
 
     def __init__(self) -> None:
-        self._library = zstandard()
+        got, need = "compression zstd, and no zstandard", "zstandard, which reads and writes it"
+        self._library = import_optional("zstandard", need, "zstd", got=got, where="the pack")
         self._compressor = self._library.ZstdCompressor(level=LEVEL)
         self._decompressor = self._library.ZstdDecompressor()
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.rows.database import (
     OPENING,
     Columns,
@@ -25,7 +26,6 @@ from fourfold.feed.staging.origin import without_password
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem, first_line
 
-INSTALL = "pip install 'fourfold[mongo]'"
 TIMEOUT_MS = 10_000
 ROWS_TOGETHER = 8  # whose files of GridFS are read by one query
 WRITING_STAGES = ("$out", "$merge")
@@ -85,7 +85,8 @@ class MongoDatabase:
         self._key, self._pipeline = key, [dict(stage) for stage in pipeline]
         self.columns = check_columns([key, *(name for name in fields if name != key)], key, where="ff.mongo")
         self._check_arguments()
-        self._connections, self._pymongo = Connections(), _import_pymongo()
+        self._connections = Connections()
+        self._pymongo = import_optional("pymongo", "pymongo, for mongodb://", "mongo", where="ff.mongo")
         self._object_id = importlib.import_module("bson").ObjectId
         retried(self, self._check_server, OPENING)
 
@@ -180,12 +181,3 @@ class MongoDatabase:
 
     def _connect(self) -> Any:
         return self._pymongo.MongoClient(self._given, serverSelectionTimeoutMS=TIMEOUT_MS, connectTimeoutMS=TIMEOUT_MS)
-
-
-def _import_pymongo() -> Any:
-    try:
-        import pymongo
-        import pymongo.errors
-    except ImportError as error:
-        raise DataError(Problem(first_line(error), "pymongo, for mongodb://", INSTALL), where="ff.mongo") from None
-    return pymongo

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from fourfold.feed.optional_package import import_optional
 from fourfold.feed.rows.database import OPENING, Columns, Connections, Database, Row, check_columns, retried
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import Backoff, without_password
@@ -67,7 +68,6 @@ TOKENS = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 TIMEOUT_SECONDS = 5.0  # for a lock of SQLite, in one attempt
-INSTALL = "pip install 'fourfold[postgres]'"
 
 
 def open_database(url: str, query: str, key: str) -> Database:
@@ -165,7 +165,7 @@ class _PostgresDatabase:
         # is sent as one statement, and several are an error of the server.
         self._source, self._key = f"{query.replace('%', '%%')} AS samples", quoted(key).replace("%", "%%")
         self._connections = Connections()
-        self._psycopg = _import_psycopg()
+        self._psycopg = import_optional("psycopg", "psycopg, for postgresql://", "postgres", where="ff.sql")
         try:
             self._psycopg.conninfo.conninfo_to_dict(url)
         except self._psycopg.Error:  # which quotes the password
@@ -212,14 +212,6 @@ class _PostgresDatabase:
 
     def __getstate__(self) -> Any:
         raise TypeError("a connection with a password is not copied to other processes")
-
-
-def _import_psycopg() -> Any:
-    try:
-        import psycopg
-    except ImportError as error:
-        raise DataError(Problem(first_line(error), "psycopg, for postgresql://", INSTALL), where="ff.sql") from None
-    return psycopg
 
 
 def quoted(name: str) -> str:

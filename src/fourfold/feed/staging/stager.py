@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from fourfold.environment.known_waits import waiting_for
 from fourfold.feed.staging.origin import Origin
@@ -49,10 +49,17 @@ class Stager:
     """The copies of one data set that one process holds, and the threads that make them."""
 
     def __init__(
-        self, origin: Origin, shards: Sequence[Shard], cache: ShardCache, *, num_ahead: int = NUM_AHEAD
+        self,
+        origin: Origin,
+        shards: Sequence[Shard],
+        cache: ShardCache,
+        batches: Iterable[Sequence[int]],
+        *,
+        num_ahead: int = NUM_AHEAD,
     ) -> None:
+        """Stage the shards of these batches."""
         self._origin, self._shards, self._cache, self._num_ahead = origin, shards, cache, num_ahead
-        self._expected: Iterator[Sequence[int]] = iter(())
+        self._expected, self.is_closed = iter(batches), False
         self._ahead: deque[set[int]] = deque()
         self._num_needs: Counter[int] = Counter()
         """By shard: how many of the batches ahead need it."""
@@ -62,16 +69,9 @@ class Stager:
         """Held to change a copy, notified when one has changed."""
         # Then a shard that was read before its copy was made is copied all the same, for the next epoch.
         self._keeps_all = sum(shard.num_bytes for shard in shards) <= cache.max_bytes
-
-    def expect(self, batches: Iterable[Sequence[int]]) -> None:
-        """Stage the shards of these batches, in place of what was expected before."""
-        self.close()
-        self._expected = iter(batches)
         for number in range(NUM_COPY_THREADS):
             # Not waited for at the end of the process: an origin may take long to give up.
-            threading.Thread(
-                target=self._run, args=(self._queue,), name=f"fourfold staging {number}", daemon=True
-            ).start()
+            threading.Thread(target=self._run, name=f"fourfold staging {number}", daemon=True).start()
         self._look_ahead()
 
     def advance(self) -> None:
@@ -109,12 +109,12 @@ class Stager:
 
     def close(self) -> None:
         """End staging, and give up all copies. If the cache holds all shards, copies that were begun here are made."""
+        self.is_closed = True
         self._give_up(set(self._copies))
         self._ahead.clear()
         self._expected = iter(())
         for _ in range(NUM_COPY_THREADS):
             self._queue.put(None)
-        self._queue = queue.SimpleQueue()
 
     def _lacks_room(self) -> bool:
         return any(copy.state is _State.LACKS_ROOM for copy in self._copies.values())
@@ -150,8 +150,8 @@ class Stager:
 
     # ---- in the threads that copy ----------------------------------------------------------------------
 
-    def _run(self, copies: "queue.SimpleQueue[_Copy | None]") -> None:
-        while (copy := copies.get()) is not None:
+    def _run(self) -> None:
+        while (copy := self._queue.get()) is not None:
             try:
                 staged = self._make(copy)
             except (DataError, OSError) as error:  # raised where the shard is read
