@@ -685,7 +685,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a column with a dot in its name": (parquet_of_a_name_with_a_dot, "", "a part of 67108864 bytes"),
     "a batch of Arrow": (arrow_of_zeros, "", "a part of 67108880 bytes"),
     "a dictionary of Arrow": (arrow_of_one_long_name, "", "dictionaries of 67108872 bytes"),
-    "a chunk": (chunk_of_zeros, "", "a record of 67108864 bytes"),
+    "a chunk": (chunk_of_zeros, "", "a row of 67108864 bytes"),
     "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
     "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),
     "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),
