@@ -85,6 +85,10 @@ OF_SAMPLE = {
 }
 
 
+def typed_jitter(sample, draws: torch.Generator | None):
+    return jitter(sample, draws)
+
+
 class Jitter(torch.nn.Module):
     def forward(self, sample, generator):
         return jitter(sample, generator)
@@ -96,6 +100,8 @@ OF_BOTH = {
     "bound": functools.partial(lambda sample, offset, generator: jitter(sample, generator), offset=3),
     "any arguments": lambda *arguments: jitter(*arguments),
     "another name": lambda sample, rng: jitter(sample, rng),
+    "another name, by name": lambda sample, size=3, *, rng: jitter(sample, rng),
+    "a type": typed_jitter,
     "a module": Jitter(),
     "a compiled module": torch.compile(Jitter(), backend="eager"),
 }
@@ -125,10 +131,32 @@ def test_functions_without_a_signature_get_the_sample():
     (lambda: 0, r"<lambda>\(\)"),
     (lambda sample, size, generator: 0, r"<lambda>\(sample, size, generator\)"),
     (lambda sample, *, size: 0, r"<lambda>\(sample, \*, size\)"),
+    (lambda image, target: (image, target), r"<lambda>\(image, target\)"),
 ])  # fmt: skip
 def test_a_transform_that_needs_other_arguments_is_refused_where_it_is_given(transform, shown):
     with pytest.raises(DataError, match=rf"transform = {shown} +need a function \(sample, generator\)"):
         Transformed(SOURCE, transform)
+
+
+class Flip:
+    """As torchvision's references for detection: the parts of a sample are arguments."""
+
+    def __call__(self, image, target):
+        return image.flip(-1), target
+
+
+class OptionalFlip(torch.nn.Module):
+    def forward(self, image, target=None):
+        return image.flip(-1), target
+
+
+def test_a_transform_of_the_parts_of_a_sample_is_named_with_a_lambda_that_takes_them_apart():
+    apart = r"try lambda sample: transform\(\*sample\)"
+    with pytest.raises(DataError, match=rf"transform = Flip\(image, target\) .*{apart}"):
+        Transformed(SOURCE, Flip())
+    with pytest.raises(DataError, match=rf"sample 0: AttributeError: 'tuple' .*{apart}"):
+        Transformed(SOURCE, OptionalFlip())[0]
+    assert Transformed(SOURCE, lambda sample: Flip()(*sample))[4][1] == 4
 
 
 def test_epochs_seeds_and_samples_draw_different_numbers():

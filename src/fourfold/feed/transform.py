@@ -137,7 +137,8 @@ class _EpochView:
             raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from None
         except Exception as error:
             got = f"{sample_name(self._transformed.source, index)}: {error_line(error)}"
-            raise DataError(Problem(got, "a transform that takes every sample"), where=WHERE) from error
+            attempt = APART if _takes_apart(self._transformed.transform, sample) else ""
+            raise DataError(Problem(got, "a transform that takes every sample", attempt), where=WHERE) from error
 
 
 def sample_seed(seed: int, epoch: int, number: int) -> int:
@@ -171,6 +172,8 @@ def in_epoch(source: Any, seed: int, epoch: int) -> Any:
 
 WHERE = "the transform"
 NEED = "a function (sample, generator) -> sample, or (sample) -> sample"
+APART = "lambda sample: transform(*sample)"
+GENERATOR_NAMES = ("generator", "rng", "gen")
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -194,42 +197,63 @@ def with_generator(transform: Any) -> Call:
 
 
 def _with_generator(transform: Any) -> Call:
-    """The transform is given the generator if a parameter has this name, or the second one has no default, or a
-    function takes any number of arguments. A module that takes any number, as torchvision's v2 transforms do, is given
-    the sample alone, and so is what has no signature, such as a function written in C.
+    """The transform is given the generator if a parameter has one of its names, or its type, or if a function takes any
+    number of arguments. A module that takes any number, as torchvision's v2 transforms do, is given the sample alone,
+    and so is what has no signature, such as a function written in C.
     """
     if problems := argument_checks.callable_problems("transform", transform, need=f"{NEED}, or FILE.py:name"):
         raise DataError(problems, where=WHERE)
-    is_module = isinstance(transform, nn.Module)
-    try:
-        signature = inspect.signature(uncompiled(transform).forward if is_module else transform)
-    except (TypeError, ValueError):
+    signature = _signature(transform)
+    if signature is None:
         return _alone(transform)
     parameters = list(signature.parameters.values())
     positional = [each for each in parameters if each.kind in POSITIONAL]
-    takes_any = not is_module and any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
-    if len(positional) > 1 and (positional[1].name == "generator" or positional[1].default is Parameter.empty):
-        adapt = _both
-    elif "generator" in signature.parameters:
-        adapt = _by_name
-    else:
+    any_kinds = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+    takes_any = not isinstance(transform, nn.Module) and any(each.kind is any_kinds[0] for each in parameters)
+    place = next((each for each in parameters[1:] if _is_generator(each) and each.kind not in any_kinds), None)
+    if place is None:
         adapt = _both if takes_any and len(positional) < 2 else _alone
+    else:
+        adapt = _both if place in positional[1:2] else functools.partial(_by_name, name=place.name)
     try:
         adapt(signature.bind)(None, torch.default_generator)
     except TypeError as error:
         name = getattr(transform, "__name__", type(transform).__name__)
         is_class = isinstance(transform, type)
-        attempt = f"an instance, {name}(…)" if is_class else "functools.partial, which binds other arguments"
+        is_apart = place is None and sum(each.default is Parameter.empty for each in positional) > 1
+        attempt = f"{f'{APART}, or ' * is_apart}functools.partial, which binds other arguments"
+        attempt = f"an instance, {name}(…)" if is_class else attempt
         raise DataError(Problem(f"transform = {name}{signature}", NEED, attempt), where=WHERE) from error
     return adapt(transform)
+
+
+def _signature(transform: Any) -> inspect.Signature | None:
+    """None: it has none."""
+    try:
+        return inspect.signature(uncompiled(transform).forward if isinstance(transform, nn.Module) else transform)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_generator(parameter: Parameter) -> bool:
+    kind = str(parameter.annotation)
+    return parameter.name in GENERATOR_NAMES or ("torch" in kind and "Generator" in kind)
+
+
+def _takes_apart(transform: Any, sample: Any) -> bool:
+    """Whether a transform that is given the sample alone has a parameter for each of its parts."""
+    signature = _signature(transform)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    count = 0 if any(map(_is_generator, parameters)) else sum(each.kind in POSITIONAL for each in parameters)
+    return isinstance(sample, tuple) and 1 < len(sample) <= count
 
 
 def _both(function: Any) -> Call:
     return function
 
 
-def _by_name(function: Any) -> Call:
-    return lambda sample, generator: function(sample, generator=generator)
+def _by_name(function: Any, *, name: str) -> Call:
+    return lambda sample, generator: function(sample, **{name: generator})
 
 
 def _alone(function: Any) -> Call:
