@@ -125,7 +125,8 @@ def describe_pack(path: str | os.PathLike[str]) -> Shown:
     """What a pack holds. Raises DataError if there is none."""
     files, pack = PackFiles(LocalPlace(path)), Pack(path, threads=1, images=False)
     manifest = files.manifest
-    spread = [format_bytes(float(value)) for value in np.quantile(files.index["length"], (0, 0.5, 1), method="nearest")]
+    lengths = files.index["length"]
+    spread = [format_bytes(float(value)) for value in np.quantile(lengths, (0, 0.5, 1), method="nearest")]
     counts = pack.shard_sizes
     facts = {
         "pack": files.name,
