@@ -64,8 +64,8 @@ def split_microbatches(
         start, stop = shard_range(0, samples, num_microbatches, index)
         part = slice_samples((inputs, targets), start, stop)
         tokens = num_tokens(part[0]) if real_tokens is None else (stop - start) * len(real_tokens)
-        targets = (stop - start) * per_sample
-        microbatches.append(Microbatch(*part, stop - start, tokens, real_tokens, num_targets=targets))
+        counted = (stop - start) * per_sample
+        microbatches.append(Microbatch(*part, stop - start, tokens, real_tokens, num_targets=counted))
     return microbatches
 
 
