@@ -23,6 +23,7 @@ from fourfold.trainer.run_identity import check_run_name, format_finished, read_
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
+from tests.jobs import prepare_job
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
 
@@ -187,6 +188,18 @@ def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     with pytest.raises(SettingError, match=r"settings\.json is not there, or not one of a run"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
+
+
+def test_a_run_that_starts_over_may_have_the_name_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, words = tmp_path / "runs" / "q", ["digits", "steps=6"]
+    run.mkdir(parents=True)
+    (run / "settings.json").write_text('{"identity": {"steps": 5}}')
+    with pytest.raises(SettingError, match="with another .*steps"):
+        prepare_job([*words, "name=q"], num_processes=1)
+    assert prepare_job([*words, "name=q", "fresh=true"], num_processes=1).fresh
+    with pytest.raises(SettingError, match="the name of a folder"):
+        prepare_job([*words, "name=..", "fresh=true"], num_processes=1)
 
 
 def test_every_flipped_bit_of_a_file_is_found(tmp_path):

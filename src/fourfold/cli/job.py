@@ -22,7 +22,7 @@ from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
 from fourfold.trainer.callbacks.registry import required_metrics
 from fourfold.trainer.lr_factors import tuned_batch_size
-from fourfold.trainer.run_identity import HF_PREFIX, check_run_name, default_run_name, run_identity
+from fourfold.trainer.run_identity import HF_PREFIX, check_folder_name, check_run_name, default_run_name, run_identity
 from fourfold.trainer.settings import LR_PREFIX, TASK_FIELDS, make_settings, run_length
 from fourfold.words.callback import Callback
 from fourfold.words.errors import DataError, SettingError
@@ -151,7 +151,9 @@ def prepare_job(run: Run, *, has_run_dir: bool = True) -> Job:
 
     job = parse_job(run, has_run_dir=has_run_dir)
     errors = ErrorCollector()
-    if has_run_dir:
+    if has_run_dir and job.fresh:  # whatever has this name is moved aside
+        errors.attempt(check_folder_name, job.settings["name"])
+    elif has_run_dir:
         errors.attempt(check_run_name, Path(RUNS_DIR), job.settings["name"], job.identity)
     errors.attempt(_check_init, job.task, job.settings.get("init"))
     inputs = data = sized = None

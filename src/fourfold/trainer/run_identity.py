@@ -56,15 +56,20 @@ def default_run_name(run_prefix: str, identity: Identity) -> str:
     return f"{run_prefix}-{hashlib.blake2b(canonical_json(identity), digest_size=3).hexdigest()}"
 
 
-def check_run_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
-    """Raise SettingError for a name that another run has, or that cannot be a folder's."""
-    if name is None:
-        return
+def check_folder_name(name: str) -> None:
+    """Raise SettingError for a run's name that cannot be a folder's."""
     if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
         need = "the name of a folder, without a path or control characters"
         raise SettingError(Problem(f"name = {name!r}", need, "name=first-try"))
     if len(os.fsencode(name)) > MAX_NAME_BYTES:
         raise SettingError(Problem(f"name = {name[:20]}… of {len(name)} letters", f"at most {MAX_NAME_BYTES} bytes"))
+
+
+def check_run_name(parent: Path, name: str | None, identity: Identity | None = None) -> None:
+    """Raise SettingError for a name that another run has, or that cannot be a folder's."""
+    if name is None:
+        return
+    check_folder_name(name)
     path = parent / name
     if not path.exists() or _is_empty(path):
         return
