@@ -67,7 +67,7 @@ def test_an_echo_of_another_ranks_failure_is_not_the_cause() -> None:
 def test_an_error_of_the_users_own_connection_is_no_echo_and_is_recognized_when_it_comes_again(kind: str) -> None:
     own = entry(0, timestamp=1.0, kind=kind, message="[Errno 111] Connection refused, broken pipe: ffmpeg")
     assert not own.is_echo
-    assert first(own).error
+    assert first(own).errors
 
 
 def test_a_rank_that_exited_early_is_the_cause_if_no_rank_failed() -> None:

@@ -1,5 +1,6 @@
 """Laws of restarts: whether a job restarts, and which ranks count as hanging."""
 
+import dataclasses
 import math
 import os
 import signal
@@ -68,7 +69,8 @@ def failures(*deaths: tuple[Exception, int], rank: int = 1) -> list[bool]:
 
 def test_the_same_error_twice_at_one_step_ends_the_job() -> None:
     assert failures((KeyError("a"), 5), (KeyError("a"), 5)) == [True, False]
-    assert failures((KeyError("a"), 5), (KeyError("b"), 5), (ValueError("b"), 5), (KeyError("b"), 5)) == [True] * 4
+    assert failures((KeyError("a"), 5), (KeyError("b"), 5), (ValueError("b"), 5)) == [True] * 3
+    assert failures((KeyError("a"), 5), (KeyError("b"), 5), (KeyError("a"), 5)) == [True, True, False]
     assert failures((KeyError("a"), 5), (KeyError("a"), 6), (KeyError("a"), 6)) == [True, True, False]
     assert failures((KeyError("<a at 0x7f1>"), 5), (KeyError("<a at 0x7f2>"), 5)) == [True, False]
     assert failures(*[(PeerError("rank 0 died"), 5)] * 3) == [True] * 3  # no error of the program
@@ -89,6 +91,25 @@ def test_errors_of_other_samples_or_with_other_words_are_other_errors() -> None:
 
     assert failures((error(7), 5), (error(8), 5), (error(8), 5)) == [True, True, False]
     assert failures((error(7), 5), (error(7, "no such file"), 5)) == [True, True]
+
+
+def test_an_error_that_all_ranks_raise_is_the_same_whichever_of_them_is_first() -> None:
+    def failed(rank: int, timestamp: float, error: Exception | None = None) -> failure_report.FailureRecord:
+        error = error or ValueError("no label")
+        error.add_note(f"{READING}sample {rank} of Faces")  # each rank reads its own
+        return dataclasses.replace(failure_report.make_record(error, rank=rank), timestamp=timestamp)
+
+    def decisions(*attempts: tuple[failure_report.FailureRecord, ...]) -> list[bool]:
+        budget = RestartBudget(SupervisionPolicy(max_restarts=9, has_heartbeat=True))
+        causes = [failure_report.first_cause({r.rank: r for r in each}, {}, ["rank 0", "rank 1"]) for each in attempts]
+        return [budget.allows_restart(cause, at(5)) for cause in causes]
+
+    assert decisions((failed(0, 1.0), failed(1, 2.0)), (failed(0, 2.0), failed(1, 1.0))) == [True, False]
+    assert decisions((failed(0, 1.0), failed(1, 2.0)), (failed(1, 1.0),)) == [True, False]
+    assert decisions((failed(0, 1.0),), (failed(1, 1.0),), (failed(0, 1.0),)) == [True, True, False]
+    asked = (failed(0, 2.0, StoppedError("asked to stop")),)  # as every other rank is after a failure
+    first, other = (failed(1, 1.0, KeyError(text)) for text in "ab")
+    assert decisions((first, *asked), (other, *asked)) == [True, True]
 
 
 def test_the_step_of_an_error_is_the_same_where_an_attempt_begins_right_before_it() -> None:

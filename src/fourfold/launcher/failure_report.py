@@ -16,8 +16,8 @@ import json
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -80,7 +80,8 @@ class Cause:
     is_final    another attempt would end in the same way
     is_stopped  the job was asked to stop, and did
     message     of the error that ended the rank, with its type, in one line; "" for another cause
-    error       what an error of the program is recognized by when it comes again; "" for another cause
+    errors      by rank, what an error of the program is recognized by when it comes again; none for another cause.
+                Those of all ranks: which of them failed first may be a race
     """
 
     text: str
@@ -90,7 +91,7 @@ class Cause:
     is_final: bool = False
     is_stopped: bool = False
     message: str = ""
-    error: str = ""
+    errors: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -169,7 +170,8 @@ def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, i
     records = {rank: entry for rank, entry in records.items() if entry.kind != ENDED}
     entries = sorted(records.values(), key=lambda entry: (entry.is_echo, entry.timestamp))
     if entries and not entries[0].is_echo:
-        return _cause_of_record(entries[0], names)
+        cause, errors = _cause_of_record(entries[0], names), _program_errors(entries)
+        return dataclasses.replace(cause, errors=errors if cause.rank in errors else {})
     silent = {rank: code for rank, code in sorted(exit_codes.items()) if code and rank not in records}
     killed = [rank for rank, code in silent.items() if code < 0]
     if silent:
@@ -211,10 +213,17 @@ def _cause_of_record(entry: FailureRecord, names: Sequence[str]) -> Cause:
     if entry.kind in (SystemExit.__name__, INTERRUPTED):
         return Cause(f"{names[entry.rank]} {entry.text}", entry.exit_code, entry.rank, is_final=entry.final)
     text = f"{names[entry.rank]} failed\n{entry.text.rstrip()}"
-    # A worker's death is a fault of the machine, as a rank's is.
-    error = "" if entry.is_echo or entry.kind == WorkerDiedError.__name__ else _identity(entry)
     message = f"{entry.kind}: {' '.join(entry.message.split())}"[:SUMMARY_CHARS]
-    return Cause(text, entry.exit_code, entry.rank, entry.signal, entry.final, message=message, error=error)
+    return Cause(text, entry.exit_code, entry.rank, entry.signal, entry.final, message=message)
+
+
+def _program_errors(entries: Iterable[FailureRecord]) -> dict[int, str]:
+    """By rank: the identity of its error, if the program is to blame. A worker's death is a fault of the machine."""
+    return {
+        entry.rank: _identity(entry)
+        for entry in entries
+        if not (entry.is_echo or entry.final or entry.kind == WorkerDiedError.__name__)
+    }
 
 
 def _identity(entry: FailureRecord) -> str:

@@ -65,10 +65,10 @@ class RestartBudget:
         self._policy = policy
         self.num_used = 0
         self._last_step = self._resumed_step = -1
-        self._last_failure: tuple[str, int] | None = None
-        """The last error of the program, and the last step that was done before it."""
+        self._failures = set[tuple[str, int]]()
+        """The errors of the program in all attempts, each with the last step that was done before it."""
         self._is_repeated = False
-        """Whether the error before was the same."""
+        """Whether an error of the last attempt had come in an earlier one."""
 
     def allows_restart(self, cause: Cause, heartbeats: Sequence[HeartbeatRecord]) -> bool:
         """Whether the job starts again after this attempt. Counts the restart if it does."""
@@ -77,10 +77,11 @@ class RestartBudget:
             self.num_used = 0
         self._last_step, self._resumed_step = max(step, self._last_step), max(resumed, self._resumed_step)
         has_no_step = self._policy.has_heartbeat and self._last_step < 0 and cause.signal is None
-        failure = None
-        if cause.error and cause.rank is not None and self._policy.has_heartbeat:
-            failure = cause.error, heartbeats[cause.rank].done_step
-        self._is_repeated, self._last_failure = failure is not None and failure == self._last_failure, failure
+        failures = set[tuple[str, int]]()
+        if self._policy.has_heartbeat:
+            failures = {(error, heartbeats[rank].done_step) for rank, error in cause.errors.items()}
+        self._is_repeated = not failures.isdisjoint(self._failures)
+        self._failures |= failures
         if cause.is_final or has_no_step or self._is_repeated or self.num_used >= self._policy.max_restarts:
             return False
         self.num_used += 1
