@@ -195,7 +195,7 @@ def test_a_run_that_starts_over_may_have_the_name_of_another(tmp_path, monkeypat
     run, words = tmp_path / "runs" / "q", ["digits", "steps=6"]
     run.mkdir(parents=True)
     (run / "settings.json").write_text('{"identity": {"steps": 5}}')
-    with pytest.raises(SettingError, match="with another .*steps"):
+    with pytest.raises(SettingError, match=r"with another .*steps"):
         prepare_job([*words, "name=q"], num_processes=1)
     assert prepare_job([*words, "name=q", "fresh=true"], num_processes=1).fresh
     with pytest.raises(SettingError, match="the name of a folder"):
