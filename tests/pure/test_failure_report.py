@@ -1,6 +1,7 @@
 """Why a job ended: the first cause is reported once, with the lines of the user's code."""
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -53,6 +54,28 @@ def test_the_summary_of_an_error_is_its_message_and_not_its_last_line() -> None:
     cause = first(failure_report.make_record(error, rank=0))
     assert cause.text.endswith("in step 3")
     assert cause.summary == "rank 0 of 4 failed: ValueError: a number too large"
+
+
+def test_while_only_echoes_are_known_the_first_failure_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def polls(*codes: dict[int, int | None], records: tuple[failure_report.FailureRecord, ...]) -> int:
+        """How often the exit codes are read: `codes`, and the last of them for ever."""
+        clock, each = itertools.count(), itertools.chain(codes, itertools.repeat(codes[-1]))
+        read = list[None]()
+        monkeypatch.setattr("time.monotonic", lambda: next(clock) / 10)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        failure_report.wait_for_first_failure(
+            lambda: read.append(None) or next(each), lambda: {record.rank: record for record in records}
+        )
+        return len(read)
+
+    echo, own = entry(0, timestamp=1.0, kind="PeerError"), entry(0, timestamp=1.0)
+    running: dict[int, int | None] = {0: 1, 1: None}
+    assert polls(running, running, {0: 1, 1: -9}, records=(echo,)) == 3, "all have ended"
+    assert polls({**running, 2: None}, {0: 1, 1: -9, 2: None}, records=(echo,)) == 2, "one has ended without a record"
+    assert polls(running, records=(own,)) == 1
+    assert polls({0: 0, 1: 0}, records=()) == 1
+    assert polls({0: -9, 1: None}, records=()) == 1
+    assert 40 < polls(running, records=(echo,)) < 60, "5 s at most"
 
 
 def test_an_echo_of_another_ranks_failure_is_not_the_cause() -> None:

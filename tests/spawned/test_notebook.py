@@ -47,12 +47,20 @@ except ff.FourfoldError as error:
     print(error)
 """
 DIE = """
+from fourfold.words.errors import PeerError
+
 def die():
     if os.environ["RANK"] == "0":
         os._exit(3)
     time.sleep(100)
 
-for function, n in ((die, 2), (lambda: torch.ones(2), 2), (lambda: ff.launch(print), 1)):
+def die_slowly():
+    if os.environ["RANK"] == "0":
+        raise PeerError("rank 1 died")
+    time.sleep(2)  # as a process does whose memory the kernel has to free
+    os.kill(os.getpid(), 9)
+
+for function, n in ((die, 2), (die_slowly, 2), (lambda: torch.ones(2), 2), (lambda: ff.launch(print), 1)):
     try:
         ff.launch(function, n=n)
     except ff.FourfoldError as error:
@@ -134,6 +142,8 @@ def test_the_first_error_is_raised_with_its_rank_and_the_lines_of_the_cell(outpu
 
 def test_a_dead_rank_a_result_that_is_not_json_and_a_launch_inside_a_rank_are_reported(outputs: list[str]):
     assert "rank 0 of 2 ended with exit code 3" in outputs[3]
+    assert "rank 1 of 2 was killed by SIGKILL" in outputs[3]
+    assert "rank 1 died" not in outputs[3], "the echo is not the cause"
     assert "rank 0 returned a Tensor" in outputs[3]
     assert "need a JSON value   try .tolist(), or save it to a file" in outputs[3]
     assert "need a process that no launcher has started" in outputs[3]

@@ -16,7 +16,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,8 @@ WORD = re.compile(r"\w+")
 ENDED = "ended"  # the kind of an end record
 INTERRUPTED = KeyboardInterrupt.__name__
 SUMMARY_CHARS = 300
+FIRST_FAILURE_SECONDS = 5.0  # for the exit status of a rank whose peers have noticed already that it is gone
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,22 @@ def load_record(path: Path) -> FailureRecord | None:
         return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError):
         return None
+
+
+def wait_for_first_failure(
+    exit_codes: Callable[[], Mapping[int, int | None]], records: Callable[[], Mapping[int, FailureRecord]]
+) -> None:
+    """While all that is known are echoes: wait until a rank has ended otherwise. `exit_codes`: None while a rank runs.
+
+    The kernel takes up to seconds to free the memory of a process that it kills. Its peers notice, and end, before
+    its parent learns its exit status.
+    """
+    deadline = time.monotonic() + FIRST_FAILURE_SECONDS
+    while None in (codes := exit_codes()).values() and time.monotonic() < deadline:
+        known = records()
+        if any(rank not in known or not known[rank].is_echo for rank, code in codes.items() if code is not None):
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def first_cause(records: Mapping[int, FailureRecord], exit_codes: Mapping[int, int], names: Sequence[str]) -> Cause:

@@ -79,7 +79,6 @@ UNLIMITED_RESTARTS = 10**9  # for torch's agent; `RestartBudget` does the counti
 TORCH_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's agent installs its own handlers for these
 STOP_TEXTS = {REQUEUE_EXIT_CODE: "it was asked to stop (SIGTERM)", INTERRUPT_EXIT_CODE: "it was asked to stop (SIGINT)"}
 POLL_SECONDS = 0.02
-FIRST_FAILURE_SECONDS = 5.0  # for the exit status of a rank whose peers have noticed already that it is gone
 STACK_PRINT_SECONDS = 1.0  # a rank that ends itself at the end of its grace period first prints its stack
 
 
@@ -123,7 +122,7 @@ class Agent(LocalElasticAgent):
         # settings say.
         def close_after_save(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             if self._stop_requested_at is None:
-                self._wait_for_first_failure()
+                failure_report.wait_for_first_failure(self.exit_codes, self._records)
             self._save_exit_codes()
             with (
                 contextlib.nullcontext()
@@ -221,20 +220,6 @@ class Agent(LocalElasticAgent):
         """Remember the exit codes of the ranks that have ended by themselves, before the others are signalled to."""
         if not self._early_exit_codes:
             self._early_exit_codes = {rank: code for rank, code in self.exit_codes().items() if code is not None}
-
-    def _wait_for_first_failure(self) -> None:
-        """While all that is known are errors that say that a peer is gone: wait until the peer's process has ended too.
-
-        The kernel takes up to seconds to free the memory of a process that it kills. Its peers notice, and end, before
-        its parent learns its exit status.
-        """
-        deadline = time.monotonic() + FIRST_FAILURE_SECONDS
-        while self._live_pids() and time.monotonic() < deadline:
-            records = self._records()
-            ended = [rank for rank, code in self.exit_codes().items() if code is not None]
-            if any(rank not in records or not records[rank].is_echo for rank in ended):
-                return
-            time.sleep(POLL_SECONDS)
 
     def _is_starting(self) -> bool:
         return self.policy.has_heartbeat and all(beat.resumed_step < 0 for beat in self._heartbeats.read())

@@ -47,7 +47,6 @@ from fourfold.words.errors import FourfoldError, LaunchError, PlanError, Problem
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # for other ranks to say why they end, after one has failed
 WHERE = "ff.launch"
 ATTEMPT = "ff.launch(train, n=2), not train()"
 
@@ -89,7 +88,7 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
 
                     ranks.append(fork(main, keep=(writer,), new_session=True))
             os.close(writer)
-            codes = _wait(ranks, reader)
+            codes = _wait(ranks, reader, folder)
         finally:
             with _interrupts_held():
                 _kill(ranks)
@@ -216,25 +215,25 @@ def _interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _wait(ranks: list[ForkedProcess], output: int) -> list[int | None]:
-    """Print what rank 0 prints until all ranks have ended, or one has failed and the others had time to end.
+def _wait(ranks: list[ForkedProcess], output: int, folder: Path) -> dict[int, int | None]:
+    """Print what rank 0 prints until all ranks have ended, or one has failed and it is known why.
 
     Returns their exit codes; None for a rank that still runs.
     """
-    deadline, is_open, codes = float("inf"), True, []
-    while time.monotonic() < deadline:
-        codes = [rank.poll() for rank in ranks]
-        has_ended = all(code is not None for code in codes)
-        if deadline == float("inf") and any(codes):
-            deadline = time.monotonic() + GRACE_SECONDS
-        is_open = is_open and _print_output(output, 0.0 if has_ended else POLL_SECONDS)
-        if has_ended:
-            break
-        if not is_open:
+
+    def exit_codes() -> dict[int, int | None]:
+        return {number: rank.poll() for number, rank in enumerate(ranks)}
+
+    is_open = True
+    while None in (codes := exit_codes()).values() and not any(codes.values()):
+        if is_open:
+            is_open = _print_output(output, POLL_SECONDS)
+        else:
             time.sleep(POLL_SECONDS)
+    failure_report.wait_for_first_failure(exit_codes, lambda: _records(folder, len(ranks)))
     while is_open and select.select([output], [], [], 0.0)[0]:
         is_open = _print_output(output, 0.0)
-    return codes
+    return exit_codes()
 
 
 def _print_output(output: int, seconds: float) -> bool:
@@ -256,15 +255,18 @@ def _kill(ranks: list[ForkedProcess]) -> None:
         rank.wait()
 
 
-def _result(folder: Path, exit_codes: list[int | None]) -> Any:
+def _result(folder: Path, exit_codes: Mapping[int, int | None]) -> Any:
     """What rank 0 returned. Raises RankError with the first cause of a failure."""
-    if not any(exit_codes):
+    if not any(exit_codes.values()):
         return json.loads((folder / "result").read_text())
-    files = {rank: _record_file(folder, rank) for rank in range(len(exit_codes))}
-    records = {rank: record for rank, file in files.items() if (record := failure_report.load_record(file))}
-    codes = {rank: code for rank, code in enumerate(exit_codes) if code is not None}
-    names = [f"rank {rank} of {len(exit_codes)}" for rank in range(len(exit_codes))]
-    raise RankError(failure_report.first_cause(records, codes, names).text)
+    codes = {rank: code for rank, code in exit_codes.items() if code is not None}
+    names = [f"rank {rank} of {len(exit_codes)}" for rank in exit_codes]
+    raise RankError(failure_report.first_cause(_records(folder, len(exit_codes)), codes, names).text)
+
+
+def _records(folder: Path, num_ranks: int) -> dict[int, failure_report.FailureRecord]:
+    records = {rank: failure_report.load_record(_record_file(folder, rank)) for rank in range(num_ranks)}
+    return {rank: record for rank, record in records.items() if record is not None}
 
 
 def _record_file(folder: Path, rank: int) -> Path:
