@@ -171,16 +171,16 @@ def _text(value: Any) -> str:
 def _count_labels(pack: Pack, field: Field, lengths: np.ndarray) -> dict[str, int]:
     """How many samples have each label, of some spread evenly where there are many."""
     count = min(len(pack), MAX_LABELS, 1 + int(LABEL_BYTES / lengths.mean(dtype=float)))
-    found: Counter[int | None] = Counter()
-    for number in np.arange(count) * len(pack) // count:
+    found, unreadable = Counter[int](), 0
+    for number in (np.arange(count) * len(pack) // count).tolist():
         try:
             found[int(dict(leaves(pack[number]))[field.path])] += 1
         except FourfoldError:
-            found[None] += 1
-    unreadable = {"unreadable": found.pop(None)} if found[None] else {}
+            unreadable += 1
     if len(found) > MAX_CLASSES:
         return {}
     names = field.classes
     return {
-        f"{label} {names[label]}" if 0 <= label < len(names) else str(label): found[label] for label in sorted(found)
-    } | unreadable
+        f"{label} {names[label]}" if 0 <= label < len(names) else str(label): count
+        for label, count in sorted(found.items())
+    } | ({"unreadable": unreadable} if unreadable else {})
