@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import torch
 import xxhash
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -39,6 +40,7 @@ from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.formats.tfrecord import masked_crc32c, parse_example
 from fourfold.feed.pack import layout
+from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.readable import fetch_readable
 from fourfold.words.errors import DamagedSample, DataError
 
@@ -688,7 +690,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a chunk": (chunk_of_zeros, "", "a row of 67108864 bytes"),
     "a record": (pack_of_zeros, "pack", "a record of 67108872 bytes"),
     "a hole": (pack_with_a_hole, "pack", "a record of 67108872 bytes"),
-    "a shard": (mds_of_zeros, "", "a part of 671[0-9]{5} bytes"),
+    "a shard": (mds_of_zeros, "", "a part of 134[0-9]{6} bytes"),
     "a tile of an image": (image_of_one_large_tile, "", "2000 × 2000 pixels of 128000000 bytes"),
     "what a chunk unpacks to": (chunk_of_more_than_it_has, "", "a chunk that unpacks to more than 12 bytes"),
     "small numbers of a record": (record_of_small_numbers, "", "5242880 numbers of 41943040 bytes"),
@@ -724,6 +726,104 @@ def test_nothing_unpacks_to_more_than_the_memory_of_a_rank(tmp_path: Path, bomb:
         monkeypatch.setattr(module, "share_bytes", lambda: 2**25)
     with few_bytes(), pytest.raises(DataError, match=message):
         ff.open_source(tmp_path / name, rows=bomb.startswith(("rows", "a hole in rows")))[0]
+
+
+LARGE_BYTES, MARGIN_BYTES = 2**26, 2**23
+
+
+class Noise:
+    """Samples that compress a little: an array of LARGE_BYTES, and a text."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.randint(0, 4, (LARGE_BYTES,), dtype=torch.uint8), "text": "text"}
+
+
+def large_mds(folder: Path, form: str) -> None:
+    count, size = 64, LARGE_BYTES // 64
+    values = np.random.default_rng(0).integers(0, 4, LARGE_BYTES, np.uint8).tobytes()
+    start = 4 * (count + 2)
+    content = struct.pack(f"<{count + 2}I", count, *range(start, start + LARGE_BYTES + 1, size)) + values
+    packed = zstandard.compress(content, 1) if form == "zstd" else gzip.compress(content, 1)
+    (folder / f"x.mds.{form}").write_bytes(packed)
+    shard = {"format": "mds", "version": 2, "samples": count, "compression": form}
+    shard |= {"column_names": ["x"], "column_encodings": [f"ndarray:uint8:{size}"], "column_sizes": [size]}
+    shard |= {"raw_data": {"basename": "x.mds", "bytes": len(content)}}
+    shard |= {"zip_data": {"basename": f"x.mds.{form}", "bytes": len(packed)}}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+
+
+LARGE: dict[str, Callable[[Path], Any]] = {
+    "MDS, zstd": lambda folder: large_mds(folder, "zstd"),
+    "MDS, gzip": lambda folder: large_mds(folder, "gz"),
+    "a pack, zstd": lambda folder: ff.pack(Noise(), folder / "pack", compression="zstd"),
+    "a pack": lambda folder: ff.pack(Noise(), folder / "pack"),
+    "a big-endian array": lambda folder: np.save(folder / "x.npy", np.zeros(LARGE_BYTES // 8, ">f8")),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_what_is_held_at_once_is_no_more_than_was_checked(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+    LARGE[kind](tmp_path)
+    source, checked = ff.open_source(next(tmp_path.glob("pack"), tmp_path)), list[int]()
+    for module in [module for module in sys.modules.values() if "check_fits" in vars(module)]:
+        monkeypatch.setattr(module, "check_fits", lambda num_bytes, what, *, times=1: checked.append(times * num_bytes))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    source.fetch([0])
+    assert LARGE_BYTES < resident("VmHWM") - before < max(checked) + MARGIN_BYTES
+
+
+def zeros(folder: Path) -> Any:
+    """16 records of 2 MiB, of which nothing is on the disk."""
+    ff.pack([{"x": torch.zeros(2**21, dtype=torch.uint8), "t": "a"} for _ in range(16)], folder, compression="zstd")
+    return ff.Pack(folder)
+
+
+def images_in_a_pack(folder: Path) -> Any:
+    image = io.BytesIO()
+    Image.new("RGB", (700, 700)).save(image, "PNG")
+    ff.pack([{"x": EncodedImage(image.getvalue())} for _ in range(32)], folder)
+    return ff.Pack(folder)
+
+
+def images_in_a_folder(folder: Path) -> Any:
+    folder.mkdir()
+    for number in range(32):
+        Image.new("RGB", (700, 700)).save(folder / f"{number}.png")
+    return ff.open_source(folder)
+
+
+@pytest.mark.parametrize("make", [zeros, images_in_a_pack, images_in_a_folder])
+def test_a_batch_that_unpacks_to_more_than_memory_is_too_large_and_not_damaged(
+    tmp_path: Path, make: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+):
+    source = make(tmp_path / "x")
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 2**25)
+    source.fetch([0, 1])
+    with few_bytes(), pytest.raises(DataError, match=r"(?s)a batch that fits.*a smaller batch_size") as caught:
+        source.fetch(range(len(source)))
+    assert not isinstance(caught.value, DamagedSample)
+
+
+def test_all_sources_of_a_process_share_the_memory_for_what_is_unpacked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unpacked, "share_bytes", lambda: 100)
+    first, second, made = unpacked.Unpacked[str](), unpacked.Unpacked[str](), []
+
+    def get(source: unpacked.Unpacked[str], key: str, num_bytes: int) -> None:
+        source.get(key, num_bytes, lambda: made.append(key) or key)
+
+    get(first, "a", 40)
+    get(second, "b", 60)
+    get(first, "a", 40)
+    get(second, "c", 50)  # for which b has to go, as a was used after it
+    get(first, "a", 40)
+    assert made == ["a", "b", "c"]
+    get(first, "d", 100)
+    get(second, "c", 50)
+    assert made == ["a", "b", "c", "d", "c"]
 
 
 def test_numbers_of_an_example_take_memory_in_proportion_to_them():

@@ -2,19 +2,23 @@
 
 part   what is unpacked at once: a file, a shard, a row group; a JSON text
 share  of a rank: the memory of this host, divided by its ranks
-Law: nothing is unpacked that is larger than the share, however little of the disk it takes; of what is held, the least
-recently used goes first.
+Law: nothing is unpacked that is larger than the share, however little of the disk it takes. All sources of a process
+hold no more than the share together; the least recently used part goes first.
 """
 
 import functools
+import itertools
 import json
+import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fourfold.environment.host_limits import total_bytes
 from fourfold.environment.world import from_environment
+from fourfold.words.errors import DataError, Problem
 from fourfold.words.units import format_bytes
 
 MAX_HELD = 4
@@ -31,11 +35,40 @@ def share_bytes() -> int:
     return 2**63 if total is None else total // (world.local_size if world else 1)
 
 
-def check_fits(num_bytes: int, what: str) -> None:
-    """Raise ValueError if something is said to unpack to more than the share."""
-    if num_bytes > share_bytes():
-        share = format_bytes(share_bytes())
-        raise ValueError(f"{what} of {num_bytes} bytes, and memory of {share} for each rank of this host")
+def check_fits(num_bytes: int, what: str, *, times: int = 1) -> None:
+    """Raise ValueError if something is said to unpack to more than the share. `times`: how often it is held at once."""
+    if times * num_bytes > share_bytes():
+        share, held = format_bytes(share_bytes()), f", held {times} times" if times > 1 else ""
+        raise ValueError(f"{what} of {num_bytes} bytes{held}, and memory of {share} for each rank of this host")
+
+
+def check_batch_fits(num_bytes: int, what: str, where: str) -> None:
+    """Raise DataError if what a batch needs is more than the share: its samples are not damaged."""
+    try:
+        check_fits(num_bytes, what)
+    except ValueError as error:
+        raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=where) from None
+
+
+class BatchBytes:
+    """What the samples of a batch need, counted as they are made, in any thread."""
+
+    def __init__(self, num_samples: int, where: str) -> None:
+        self._num_samples, self._where = num_samples, where
+        self._num_bytes, self._lock = 0, threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Count some bytes. Raises DataError once they are more than the share."""
+        with self._lock:
+            self._num_bytes += num_bytes
+        check_batch_fits(self._num_bytes, f"a batch of {self._num_samples} samples or some of them", self._where)
+
+
+def bytes_of(sample: Any) -> int:
+    """The bytes of a sample's tensors and arrays."""
+    if isinstance(sample, Mapping | tuple | list):
+        return sum(map(bytes_of, sample.values() if isinstance(sample, Mapping) else sample))
+    return getattr(sample, "nbytes", 0)
 
 
 def load_json(content: bytes | str) -> Any:
@@ -48,26 +81,52 @@ def load_json(content: bytes | str) -> Any:
     return json.loads(content)
 
 
+class _Part(NamedTuple):
+    last_use: int
+    num_bytes: int
+    content: Any
+
+
 class Unpacked(Generic[T]):
-    """Parts in memory: at most MAX_HELD, and all together no more than the share."""
+    """Parts of a source in memory: at most MAX_HELD."""
 
     def __init__(self) -> None:
-        self._held, self._lock = OrderedDict[Hashable, tuple[int, T]](), threading.Lock()
+        self._held = OrderedDict[Hashable, _Part]()
+        _SOURCES.add(self)
 
     def __reduce__(self) -> Any:  # to a worker process goes nothing that is unpacked
         return Unpacked, ()
 
     def get(self, key: Hashable, num_bytes: int, unpack: Callable[[], T]) -> T:
         """The part, from `unpack` if it is not held. Raises ValueError if its `num_bytes` are more than the share."""
-        with self._lock:  # one thread unpacks, and others wait for what they will need too
+        with _LOCK:  # one thread unpacks, and others wait for what they will need too
             part = self._held.pop(key, None)
             if part is None:
                 check_fits(num_bytes, "a part")
-                while self._held and (len(self._held) == MAX_HELD or self._num_bytes() + num_bytes > share_bytes()):
+                if len(self._held) == MAX_HELD:
                     self._held.popitem(last=False)
-                part = num_bytes, unpack()
-            self._held[key] = part
-            return part[1]
+                _make_room(num_bytes)
+                part = _Part(0, num_bytes, unpack())
+            self._held[key] = part._replace(last_use=next(_USES))
+            return part.content
 
-    def _num_bytes(self) -> int:
-        return sum(num_bytes for num_bytes, _ in self._held.values())
+
+_SOURCES, _USES = weakref.WeakSet[Unpacked[Any]](), itertools.count()
+_LOCK = threading.RLock()  # what is unpacked may have parts
+
+
+def _make_room(num_bytes: int) -> None:
+    """Give up parts of any source until so much more fits."""
+    while held := [source._held for source in _SOURCES if source._held]:
+        if sum(part.num_bytes for each in held for part in each.values()) + num_bytes <= share_bytes():
+            return
+        min(held, key=lambda each: next(iter(each.values())).last_use).popitem(last=False)
+
+
+def _renew_lock() -> None:
+    """In a process that was forked while another thread unpacked."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -72,7 +72,8 @@ def read_npy_head(file: Any, size: int, kinds: str = NUMBERS) -> NpyHead:
 def read_npy(file: Any, size: int, kinds: str = NUMBERS) -> np.ndarray:
     """The array of an open .npy file of `size` bytes. Raises ValueError if it is damaged, or of other kinds."""
     head = read_npy_head(file, size, kinds)
-    check_fits(size, f"an array of {head.dtype} {list(head.shape)}")
+    is_copied = head.by_columns or not head.dtype.isnative
+    check_fits(size, f"an array of {head.dtype} {list(head.shape)}", times=1 + is_copied)
     content = np.empty(size - head.start, dtype=np.uint8)
     for start in range(0, len(content), CHUNK_BYTES):
         part = content[start : start + CHUNK_BYTES]

@@ -14,14 +14,13 @@ Source: mosaicml-streaming 0.13.0, base/format/mds/{writer,reader,encodings}.py.
 
 import bz2
 import gzip
-import io
 import itertools
 import math
 import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -36,6 +35,7 @@ from fourfold.words.errors import DataError, Problem
 # ---- compressed files ------------------------------------------------------------------------------------------------
 
 
+CHUNK_BYTES, WINDOW_BYTES = 2**22, 2**27  # what zstd holds besides, at most
 LEAST_BYTES, MAX_RATIO = 2**26, 2000  # MDS writes 64 MiB by default; more from less is one value over and over
 
 
@@ -54,7 +54,7 @@ def _zstandard() -> Any:
     return import_optional("zstandard", need, "zstd", got=got)
 
 
-READERS: dict[str, Callable[[io.BytesIO], Any]] = {
+READERS: dict[str, Callable[[BinaryIO], Any]] = {
     "zstd": lambda file: _zstandard().ZstdDecompressor().stream_reader(file, read_across_frames=True),
     "gz": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     "bz2": bz2.BZ2File,
@@ -65,42 +65,36 @@ class _UnpackedFiles:
     """The contents of compressed files."""
 
     def __init__(self, files: PositionedFiles) -> None:
-        self._files, self._unpacked = files, Unpacked[bytes]()
+        self._files, self._unpacked = files, Unpacked[memoryview]()
 
     def read(self, file: int, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
         """Bytes of the unpacked file. Raises ValueError if it is damaged or has not got them."""
-        size = self._files.sizes[file]
-        content = self._unpacked.get(
-            file, size + num_bytes, lambda: _unpack(self._files.read(file, 0, size), compression, num_bytes)
-        )
+        needed = num_bytes + min(num_bytes, WINDOW_BYTES)
+        content = self._unpacked.get(file, needed, lambda: self._unpack(file, compression, num_bytes))
         if offset + length > len(content):
             raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
-        return content[offset : offset + length]
+        return bytes(content[offset : offset + length])
 
-
-def _unpack(packed: bytes, compression: str, num_bytes: int) -> bytes:
-    """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
-    if num_bytes > max(LEAST_BYTES, MAX_RATIO * len(packed)):
-        raise ValueError(f"{num_bytes} bytes by {compression} from {len(packed)}")
-    try:
-        # They read files of several members, and the checksums at their ends.
-        content = _read_at_most(READERS[compression](io.BytesIO(packed)), num_bytes + 1)
-    except Exception as error:
-        if isinstance(error, DataError | MemoryError):
-            raise
-        raise ValueError(f"{compression}: {error}") from error
-    if len(content) != num_bytes:
-        got = "more" if len(content) > num_bytes else str(len(content))
-        raise ValueError(f"{got} bytes by {compression}, not {num_bytes}")
-    return content
-
-
-def _read_at_most(reader: Any, count: int) -> bytes:
-    parts, left = list[bytes](), count
-    while left and (part := reader.read(min(left, 2**22))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+    def _unpack(self, file: int, compression: str, num_bytes: int) -> memoryview:
+        """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
+        if num_bytes > max(LEAST_BYTES, MAX_RATIO * (size := self._files.sizes[file])):
+            raise ValueError(f"{num_bytes} bytes by {compression} from {size}")
+        content, done = memoryview(bytearray(num_bytes)), 0
+        try:
+            # They read files of several members, and the checksums at their ends.
+            with open(self._files.paths[file], "rb") as packed:
+                reader = READERS[compression](packed)
+                while count := reader.readinto(content[done : done + CHUNK_BYTES]):
+                    done += count
+                is_longer = bool(reader.read(1))
+        except Exception as error:
+            if isinstance(error, DataError | MemoryError):
+                raise
+            raise ValueError(f"{compression}: {error}") from error
+        if done != num_bytes or is_longer:
+            raise ValueError(f"{'more' if is_longer else done} bytes by {compression}, not {num_bytes}")
+        self._files.add_bytes_read(size)
+        return content
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

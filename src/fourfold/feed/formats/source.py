@@ -22,7 +22,7 @@ from fourfold.feed.collate import collate_samples
 from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
-from fourfold.feed.unpacked import check_fits, load_json
+from fourfold.feed.unpacked import BatchBytes, bytes_of, check_fits, load_json
 from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
@@ -172,8 +172,15 @@ class FormatSource:
         samples = self._read_many(numbers)
         if self._images and any(isinstance(value, EncodedImage) for value in _values(samples[0])):
             threads = min(IMAGE_THREADS, len(numbers), len(os.sched_getaffinity(0)))
+            needed = BatchBytes(len(numbers), self.name)
+
+            def decoded(index: int, sample: Any) -> Any:
+                pixels = self._decoded(index, sample)
+                needed.add(2 * bytes_of(pixels))  # and their rows of the batch
+                return pixels
+
             with ThreadPoolExecutor(threads, thread_name_prefix="fourfold images") as pool:
-                samples = list(pool.map(self._decoded, numbers, samples))
+                samples = list(pool.map(decoded, numbers, samples))
         batch = collate_samples(samples, numbers, nulls=True)
         return batch if isinstance(batch, dict) else tuple(batch)
 

@@ -18,7 +18,7 @@ import xxhash
 from fourfold.feed.pack import layout
 from fourfold.feed.pack.layout import read_manifest
 from fourfold.feed.position import Expected
-from fourfold.feed.unpacked import check_fits
+from fourfold.feed.unpacked import check_batch_fits, check_fits
 from fourfold.words.errors import DamagedSample, DataError, Problem, os_error_text
 
 MAX_OPEN = 256
@@ -144,13 +144,10 @@ class PackFiles:
         """Raise an error for records that are larger than memory: a file with holes has them without such a disk."""
         longest = int(lengths.argmax())
         try:
-            check_fits(int(lengths[longest]), "a record")
+            check_fits(int(lengths[longest]), "a record", times=2)  # and its values
         except ValueError as error:
             raise DamagedSample(self.place(int(numbers[longest])), str(error), where=self.name) from error
-        try:
-            check_fits(int(lengths.sum()), f"a batch of {len(numbers)} records")
-        except ValueError as error:
-            raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=self.name) from None
+        check_batch_fits(int(lengths.sum()), f"a batch of {len(numbers)} records", self.name)
 
     def expect_batches(self, batches: Iterable[Sequence[int]]) -> Expected | None:
         """These samples will be read, batch after batch."""

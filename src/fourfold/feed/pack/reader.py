@@ -42,8 +42,10 @@ from fourfold.feed.staging.origin import Origin, open_origin, without_password
 from fourfold.feed.staging.shard_cache import CHUNK_BYTES, NoRoomError, Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
 from fourfold.feed.stretches import StretchThreads
+from fourfold.feed.unpacked import BatchBytes, bytes_of
 from fourfold.words.argument_checks import format_argument, int_problems, str_problems
 from fourfold.words.errors import DamagedSample, DataError, FourfoldError, Problem
+from fourfold.words.noop import noop
 
 # ---- memory of batches -----------------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Pack:
             self._files = PackFiles(LocalPlace(path))
         else:
             self._files = PackFiles(_StagedPlace(open_origin(self._path), cache, cache_bytes))
-        self._images = images
+        self._images = images and any(field.kind == "image" for field in self.schema.fields)
         self._buffers: _BufferPool | _PinnedBuffers = _BufferPool()
         self._codec = Codec() if self.manifest.compression == "zstd" else None
         self.bytes_read = 0
@@ -268,9 +270,10 @@ class Pack:
         if not records:
             return empty_like(collate_samples([self[0]], [0]))
         samples: list[Any] = [None] * len(records)
+        reserve = BatchBytes(len(records), self._files.name).add
 
         def read(start: int, stop: int) -> None:
-            samples[start:stop] = [self._sample(record) for record in records[start:stop]]
+            samples[start:stop] = [self._sample(record, reserve) for record in records[start:stop]]
 
         self._in_stretches(records, read)
         return collate_samples(samples, [record.sample for record in records])
@@ -305,13 +308,19 @@ class Pack:
         self._threads.run(len(records), count, read)
         self.bytes_read += num_bytes
 
-    def _sample(self, record: Record) -> Any:
+    def _sample(self, record: Record, reserve: Callable[[int], Any] = noop) -> Any:
+        """A sample. `reserve` is called with the bytes of it, and of its row in a batch, before they are made."""
+        reserve(record.length)
         stored = np.empty(record.length, dtype=np.uint8)
         self._files.read(record, [stored.data])
         try:
             if self._codec is not None:
-                stored = self._codec.decompress(stored, self.manifest.max_record_bytes)
-            return decode(self.schema, stored, images=self._images)
+                stored = self._codec.decompress(stored, self.manifest.max_record_bytes, reserve)
+            reserve(2 * len(stored))
+            sample = decode(self.schema, stored, images=self._images)
+            if self._images:  # they are larger than their files
+                reserve(2 * bytes_of(sample))
+            return sample
         except FourfoldError:
             raise
         except ValueError as error:

@@ -20,7 +20,6 @@ import torch
 
 from fourfold.feed.formats.arrays import parse_npy
 from fourfold.feed.staging.origin import Backoff, retry
-from fourfold.feed.unpacked import check_fits
 from fourfold.words import argument_checks
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem, closest_match
@@ -105,14 +104,6 @@ def check_columns(columns: list[str], key: str, *, where: str) -> list[str]:
     if problems:
         raise DataError(problems, where=where)
     return columns
-
-
-def check_batch_fits(num_bytes: int, what: str, url: str) -> None:
-    """Raise DataError once what is read for a batch is more than memory has room for."""
-    try:
-        check_fits(num_bytes, what)
-    except ValueError as error:
-        raise DataError(Problem(str(error), "a batch that fits", "a smaller batch_size"), where=url) from None
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

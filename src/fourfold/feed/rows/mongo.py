@@ -17,12 +17,12 @@ from fourfold.feed.rows.database import (
     Columns,
     Connections,
     Row,
-    check_batch_fits,
     check_columns,
     retried,
 )
 from fourfold.feed.rows.source import RowSource
 from fourfold.feed.staging.origin import without_password
+from fourfold.feed.unpacked import check_batch_fits
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem, first_line
 

@@ -24,9 +24,10 @@ import numpy as np
 import xxhash
 
 from fourfold.environment.temporary_folder import temporary_folder
-from fourfold.feed.rows.database import Columns, Database, Row, check_batch_fits, retried
+from fourfold.feed.rows.database import Columns, Database, Row, retried
 from fourfold.feed.source import empty_like, make_batch
 from fourfold.feed.staging.origin import Backoff, Result
+from fourfold.feed.unpacked import check_batch_fits
 from fourfold.plan.decode import DecodeError, from_json
 from fourfold.words.errors import DamagedSample, DataError, Problem
 
