@@ -23,7 +23,7 @@ def make_run(folder: Path, *, task: str = "lm", loss: float = 3.0, tokens: int |
     times = {"seconds": 0.5, "waiting_seconds": 0.125, "data_seconds": 0.25}
     unit = "tokens" if tokens else "samples"
     counts = {"samples": 8, "tokens": tokens, "units": tokens or 8, "unit": unit}
-    lines = [{"step": n, "loss": loss - 0.1 * n, **counts, **times} for n in range(1, 7)]
+    lines = [{"step": n, "loss": loss - 0.1 * n, **counts, "elapsed_seconds": 0.5 * n, **times} for n in range(1, 7)]
     valid = {"step": 6, "valid": {"loss": 2.34567, "bits per byte": 3.3841}}
     finished = {"finished": 6, "seconds": 3.25, "rate": 3780.9, "unit": unit, "valid": valid["valid"]}
     log(folder, *lines, valid, finished)

@@ -122,7 +122,7 @@ def test_terminal_and_page_mean_the_same_by_waiting_and_count_the_unit_of_the_ta
     throughput = Throughput("samples")
     for _ in range(6):
         throughput.add_step(metrics)
-    line = throughput.progress_line(6, num_steps=6)
+    line = throughput.progress_line(6, num_steps=6, loss=3.0)
     assert line.waiting_fraction == read_run(run).waiting_fraction() == 0.25
     assert throughput.num_units == 6 * 8
 
@@ -184,6 +184,7 @@ def test_every_measure_has_a_curve_of_exactly_its_finite_values(run):
 def test_learning_rate_and_gradient_norm_are_drawn_where_they_were_logged(run):
     assert not {"Learning rate", "Gradient norm"} & set(titles(described(run)))
     step = {"loss": 1.0, "samples": 8, "units": 8, "unit": "samples", "seconds": 0.5, "waiting_seconds": 0.0}
+    step["elapsed_seconds"] = 0.5
     log(run, *({**step, "step": n, "lr": 0.1 / n, "grad_norm": float(n)} for n in range(1, 7)))
     data = described(run)
     assert curves(data, "Learning rate") == {"learning rate": [[n, pytest.approx(0.1 / n)] for n in range(1, 7)]}
@@ -355,9 +356,9 @@ def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
         ["1 to 4", "2.5 s", "3.28 k", "started"],
         ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
     ]
-    assert {("0:06", "time, 2 segments"), ("2.14 k", "tokens a second")} <= set(data["figures"])
+    assert {("0:06", "time, 2 segments"), ("2.14 k", "tokens a second, last 20 steps 1.37 k")} <= set(data["figures"])
     path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # killed before a save
-    assert [segment.seconds for segment in read_run(run).segments] == [2.0, 1.0]
+    assert [segment.seconds for segment in read_run(run).segments] == [2.0, 3.0]
 
 
 # ---- several runs

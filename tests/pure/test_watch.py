@@ -38,7 +38,7 @@ STEP = {
 
 
 def steps(first: int, last: int, **fields: Any) -> list[dict[str, Any]]:
-    return [{"step": number, **STEP, **fields} for number in range(first, last + 1)]
+    return [{"step": number, "elapsed_seconds": 0.5 * number, **STEP, **fields} for number in range(first, last + 1)]
 
 
 @pytest.fixture
@@ -251,10 +251,17 @@ def test_long_steps_may_be_quiet_for_longer(run):
     assert judge_status(read_run(run), is_locked=True, quiet_seconds=210.0).state == "stalled"
 
 
-def test_the_time_left_is_that_of_the_steps_and_of_what_lies_between_them(run):
-    assert judge_status(read_run(run), is_locked=True, quiet_seconds=0.0).remaining_seconds == pytest.approx(4 * 0.5)
-    log(run, {"step": 2, "checkpoint": "step-00000002", "pause_seconds": 0.1, "elapsed_seconds": 3.0})
-    assert judge_status(read_run(run), is_locked=True, quiet_seconds=0.0).remaining_seconds == pytest.approx(12 * 0.5)
+def test_the_time_left_is_that_of_the_steps_since_the_start_and_of_what_lies_between_them(run):
+    def left():
+        return judge_status(read_run(run), is_locked=True, quiet_seconds=0.0).remaining_seconds
+
+    assert left() == pytest.approx(4 * 0.5)
+    log(run, *steps(3, 3, elapsed_seconds=4.5))  # an evaluation, say
+    assert left() == pytest.approx(3 * (4.5 - 0.5) / 2)
+    log(run, {"resumed": 3})
+    assert left() is None
+    log(run, *steps(4, 4, elapsed_seconds=9.0))
+    assert left() == pytest.approx(2 * 9.0)
     log(run, {"finished": 2, "seconds": 3.0})
     assert judge_status(read_run(run), is_locked=False, quiet_seconds=99.0)[0] == "finished"
 

@@ -16,10 +16,14 @@ import fourfold as ff
 from fourfold.callbacks import EarlyStopping
 from fourfold.checkpoint.store import CheckpointStore, Retention, read_manifest
 from fourfold.feed.source import TensorSource
+from fourfold.report.live import judge_status
+from fourfold.report.page import _step_points as step_points
+from fourfold.report.page import format_measure, key_figures
 from fourfold.report.run_record import read_run
 from fourfold.testing import threads
 from fourfold.words.errors import SettingError, StoppedError
-from tests.callback_runs import BrokenOffError, Recorder, Stopping, make_task, train, train_in_two
+from fourfold.words.units import format_si
+from tests.callback_runs import BreakingSource, BrokenOffError, Recorder, Stopping, make_task, train, train_in_two
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun
 
@@ -103,6 +107,56 @@ def test_throughput_counts_the_elements_of_the_targets_or_is_of_samples_everywhe
     out = capfd.readouterr().out
     assert f"{shown} per second" in out
     assert ("throughput is in samples, not in tokens: the batch shows one target a sample" in out) == (unit != shown)
+
+
+class SpikedSource(BreakingSource):
+    """Samples 5 and 20 have a finite loss, and a gradient that is not."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = super().__getitem__(index)
+        return inputs * (1e30 if index in (5, 20) else 1.0), targets
+
+
+def test_terminal_and_page_show_the_same_loss_rate_waiting_and_time_left_at_every_step(tmp_path):
+    seen = []
+
+    class Display:
+        def start(self, text): ...
+        def show_wait(self, text): ...
+        def print_message(self, text): ...
+        def finish(self, text):
+            seen.append(text)
+
+        def show_step(self, line):
+            record = read_run(tmp_path / "run")
+            figures = {each.name: each for each in key_figures(record)}
+            loss = figures["training loss"].text if "training loss" in figures else "nan"  # every step was skipped
+            assert loss == format_measure(line.loss)
+            assert figures["samples a second"].note == f"last 20 steps {format_si(line.units_per_second)}"
+            assert figures["waiting"].note == f"last 20 steps {100 * line.waiting_fraction:.0f} %"
+            assert judge_status(record, is_locked=True, quiet_seconds=0.0).remaining_seconds == line.remaining_seconds
+            seen.append(record)
+
+    def source(breaks_at: int | None) -> ff.Data:
+        spiked = SpikedSource(breaks_at)
+        return ff.Data(train=spiked, valid=TensorSource(torch.ones(8, 4), torch.ones(8, 1)))
+
+    result = None
+    for breaks_at in (8 * 30 + 1, None):
+        task = dataclasses.replace(
+            make_task(), loss=lambda o, t: (o - t).abs(), data=lambda breaks_at=breaks_at: source(breaks_at)
+        )
+        with contextlib.suppress(BrokenOffError):
+            result = train(task, tmp_path, report=Display(), quiet=False, steps=60, skip_nan=60, clip=1.0)
+    record, summary = seen[-2:]
+    skipped = [line["step"] for line in record.steps if line.get("skipped")]
+    assert len(skipped) >= 15
+    assert result is not None
+    assert math.isfinite(result.loss)
+    assert max(value for _, value in step_points(record, "loss")) < 1e3
+    assert not {step for step, _ in step_points(record, "loss")} & {*skipped}
+    assert f"training loss        {result.loss:.4f}" in summary
+    assert len(record.segments) == 2
 
 
 def test_a_run_that_sigterm_ends_is_terminated_for_its_callbacks_and_goes_on_later(tmp_path):

@@ -440,17 +440,9 @@ def test_a_run_says_how_long_its_steps_take(tmp_path):
 
     log = tmp_path / "run" / "metrics.jsonl"
     log.parent.mkdir()
-    times = [9.0, 0.2, 0.4, 0.3]
+    times, counts = [9.0, 0.2, 0.4, 0.3], {"loss": 1.0, "samples": 1, "units": 1, "unit": "samples"}
     lines = [
-        {
-            "step": number,
-            "loss": 1.0,
-            "samples": 1,
-            "units": 1,
-            "unit": "samples",
-            "seconds": seconds,
-            "waiting_seconds": 0.0,
-        }
+        {"step": number, "seconds": seconds, "elapsed_seconds": 1.0 * number, "waiting_seconds": 0.0, **counts}
         for number, seconds in enumerate(times, 1)
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))

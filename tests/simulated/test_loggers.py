@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -14,7 +15,8 @@ import pytest
 
 import fourfold as ff
 from fourfold.callbacks import CSV, MLflow, TensorBoard, Trackio, WandB
-from fourfold.trainer.callbacks.logged_run import LoggedRun
+from fourfold.trainer.callbacks.logged_run import LoggedRun, step_metrics
+from fourfold.words.callback import StepEvent
 from fourfold.words.errors import SettingError
 from tests.callback_runs import BrokenOffError, make_task, train, train_in_two
 
@@ -255,3 +257,13 @@ def test_a_row_that_a_kill_has_cut_off_is_left_out(tmp_path):
     train(make_task(), tmp_path, CSV(), steps=8)
     steps = [int(row["step"]) for row in csv.DictReader(path.open(newline=""))]
     assert steps == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_the_loss_of_a_skipped_step_is_no_point():
+    event = StepEvent(
+        step=3, loss=1e28, grad_norm=math.inf, lr=0.1, samples=8, tokens=None, seconds=0.5, waiting_seconds=0.1,
+        units_per_second=16.0, unit="samples", skipped=True,
+    )  # fmt: skip
+    assert step_metrics(event) == {"train/lr": 0.1, "train/samples_per_second": 16.0}
+    trained = step_metrics(dataclasses.replace(event, loss=2.0, grad_norm=None, skipped=False))
+    assert trained == {"train/lr": 0.1, "train/samples_per_second": 16.0, "train/loss": 2.0}

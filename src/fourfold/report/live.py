@@ -33,6 +33,7 @@ from fourfold.trainer.fault_log import FAULTS_FILE
 from fourfold.trainer.heartbeat import FIRST_SECONDS, LIMIT_FACTOR, MAX_SAMPLES, PAUSE_SECONDS
 from fourfold.trainer.progress import format_duration, format_seconds
 from fourfold.words.errors import os_error_text
+from fourfold.words.measures import remaining_seconds
 from fourfold.words.run_files import LOG_FILE, PLAN_FILE, SETTINGS_FILE
 
 # ---- the log, as it grows --------------------------------------------------------------------------------------------
@@ -113,7 +114,6 @@ def is_locked(path: Path) -> bool | None:
 State = Literal["waiting", "starting", "running", "quiet", "stalled", "stopped", "finished"]
 
 MIN_LIMIT_SECONDS = 10.0  # as the default of hang_seconds
-RECENT_STEPS = 20
 
 
 class Status(NamedTuple):
@@ -172,14 +172,12 @@ def _median_seconds(record: RunRecord) -> float:
     return statistics.median(line["seconds"] for line in record.steps[-MAX_SAMPLES:])
 
 
-def _remaining_seconds(record: RunRecord, num_steps: int) -> float:
-    """The time of the steps that are left, with evaluations and saves in the share that they had so far."""
-    recent = record.steps[-RECENT_STEPS:]
-    mean = sum(line["seconds"] for line in recent) / max(len(recent), 1)
-    in_steps = sum(line["seconds"] for line in record.steps)
-    # Until the first checkpoint the log has no time but that of the steps.
-    share = max(1.0, record.total_seconds / in_steps) if in_steps else 1.0
-    return mean * share * max(num_steps, 0)
+def _remaining_seconds(record: RunRecord, num_steps: int) -> float | None:
+    steps = record.steps_since_start
+    if not steps:
+        return None
+    first_end, last_end = (line["elapsed_seconds"] for line in (steps[0], steps[-1]))
+    return remaining_seconds(len(steps), num_steps, first_end=first_end, last_end=last_end)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from fourfold.report.step_timeline import action_card, prediction_card, step_car
 from fourfold.trace.utilization import Window, add_windows
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.progress import format_duration, format_seconds
+from fourfold.words.measures import AVERAGED_STEPS, training_loss
 from fourfold.words.mesh import AXES
 from fourfold.words.terminal_text import escape_controls
 from fourfold.words.units import format_bytes, format_bytes_per_second, format_si
@@ -51,7 +52,6 @@ from fourfold.words.units import format_bytes, format_bytes_per_second, format_s
 
 Direction = Literal["lower", "higher", ""]
 
-NUM_LAST_STEPS = 20  # that the training loss is the mean of, as on the terminal
 # Words in the name of a measure.
 LOWER = {"loss", "bits", "perplexity", "ppl", "error", "nll", "wer", "cer", "mae", "mse", "rmse", "distance", "fid"}
 HIGHER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou", "miou", "map", "psnr"}
@@ -78,18 +78,20 @@ def better_direction(measure: str) -> Direction:
 def key_figures(record: RunRecord) -> list[Figure]:
     """The key figures of a run."""
     figures = [_measure_figure(record, name) for name in _last_measures(record)]
-    losses = [line["loss"] for line in record.steps[-NUM_LAST_STEPS:] if line["loss"] is not None]
-    if losses:
-        loss = sum(losses) / len(losses)
-        figures.append(Figure("training loss", f"{loss:.4f}", loss, "lower"))
+    if losses := record.training_losses:
+        loss, over = training_loss(losses), f"last {AVERAGED_STEPS} steps that were not skipped"
+        is_all = len(losses) == len(record.steps)
+        figures.append(Figure("training loss", format_measure(loss), loss, "lower", "" if is_all else over))
     rate, waiting = record.units_per_second, 100 * record.waiting_fraction()
-    recent = f"last {NUM_LAST_STEPS} steps {100 * record.waiting_fraction(last=NUM_LAST_STEPS):.0f} %"
+    last = f"last {AVERAGED_STEPS} steps"
+    rate_note = f"{last} {format_si(record.recent_units_per_second)}"
+    waiting_note = f"{last} {100 * record.waiting_fraction(is_recent=True):.0f} %"
     segments = f"{len(record.segments)} segments" if len(record.segments) > 1 else ""
     figures += [
         Figure("steps", f"{len(record.steps):,}"),
-        Figure(f"{record.unit} a second", format_si(rate), rate, "higher"),
+        Figure(f"{record.unit} a second", format_si(rate), rate, "higher", rate_note),
         Figure("time", format_duration(record.total_seconds), record.total_seconds, note=segments),
-        Figure("waiting", f"{waiting:.1f} %", waiting, "lower", note=recent),
+        Figure("waiting", f"{waiting:.1f} %", waiting, "lower", waiting_note),
     ]
     if (used := add_windows(each.window for each in record.data).utilization) is not None:
         figures.append(Figure("utilization", _percent(used), used, "higher"))
@@ -261,7 +263,8 @@ def _evaluation_points(record: RunRecord, measure: str) -> list[Point]:
 
 
 def _step_points(record: RunRecord, field: str) -> list[Point]:
-    given = ((line["step"], line.get(field)) for line in record.steps)
+    """The finite values of the steps that have trained; a skipped one is a mark."""
+    given = ((line["step"], line.get(field)) for line in record.steps if not line.get("skipped"))
     return [(step, value) for step, value in given if value is not None and math.isfinite(value)]
 
 

@@ -9,7 +9,9 @@ segment were repeated, and count once.
 """
 
 import contextlib
+import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trace.utilization import Window
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.words.errors import FourfoldError, Problem, closest_match
-from fourfold.words.measures import waiting_fraction
+from fourfold.words.measures import AVERAGED_STEPS, recent_rate, waiting_fraction
 from fourfold.words.run_files import ARGUMENTS_KEY, LOG_FILE, PLAN_FILE, PREDICTION_FILE, SETTINGS_FILE
 
 REQUIRED_FILES = (SETTINGS_FILE, PLAN_FILE, LOG_FILE)
@@ -135,10 +137,8 @@ def read_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
         if "resumed" in line:
             segments.append(Segment(line["resumed"] + 1, line["resumed"]))
         elif "step" in line and "loss" in line:
-            now.last_step = line["step"]
-            now.seconds += line["seconds"]
+            now.last_step, now.seconds = line["step"], line["elapsed_seconds"]
             now.num_units += line["units"]
-        # The sum of the steps leaves out evaluations, saves and batches: the elapsed time, if logged, replaces it.
         elif "elapsed_seconds" in line:
             now.seconds = line["elapsed_seconds"]
         elif "finished" in line:
@@ -216,6 +216,7 @@ class LogLine(TypedDict, total=False):
     units: float
     seconds: float
     waiting_seconds: float
+    skipped: bool
     sent_bytes: float
     elapsed_seconds: float
     pause_seconds: float
@@ -235,7 +236,7 @@ class LogLine(TypedDict, total=False):
 
 
 NEEDS = {
-    "loss": ("samples", "units", "unit", "seconds", "waiting_seconds"),
+    "loss": ("samples", "units", "unit", "elapsed_seconds", "seconds", "waiting_seconds"),
     "finished": ("seconds",),
     "damaged": ("checkpoint",),
     "pause_seconds": ("step",),
@@ -338,6 +339,23 @@ class RunRecord:
         return sum(segment.seconds for segment in self.segments)
 
     @property
+    def steps_since_start(self) -> Sequence[Mapping[str, Any]]:
+        """The steps of the last segment."""
+        return self.steps[bisect_left(self.steps, self.segments[-1].first_step, key=lambda line: line["step"]) :]
+
+    @property
+    def training_losses(self) -> list[float]:
+        """By step, of those that were not skipped. JSON has null for NaN."""
+        losses = (line["loss"] for line in self.steps if not line.get("skipped"))
+        return [math.nan if loss is None else loss for loss in losses]
+
+    @property
+    def recent_units_per_second(self) -> float:
+        """Of the last steps."""
+        steps = self.steps_since_start[-AVERAGED_STEPS - 1 :]
+        return recent_rate([line["units"] for line in steps], [line["elapsed_seconds"] for line in steps])
+
+    @property
     def units_per_second(self) -> float:
         return sum(line["units"] for line in self.steps) / max(self.total_seconds, 1e-9)
 
@@ -346,9 +364,10 @@ class RunRecord:
         """The mean bytes per step that rank 0 has sent."""
         return sum(line.get("sent_bytes", 0.0) for line in self.steps) / max(len(self.steps), 1)
 
-    def waiting_fraction(self, *, last: int = 0) -> float:
+    def waiting_fraction(self, *, is_recent: bool = False) -> float:
         """Rank 0's, of all steps or of the last ones."""
-        return waiting_fraction([(line["waiting_seconds"], line["seconds"]) for line in self.steps[-last:]])
+        steps = self.steps_since_start[-AVERAGED_STEPS:] if is_recent else self.steps
+        return waiting_fraction([(line["waiting_seconds"], line["seconds"]) for line in steps])
 
 
 def find_run(word: str, *, parent: Path) -> Path:

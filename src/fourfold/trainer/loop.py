@@ -30,7 +30,7 @@ from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
 from fourfold.trainer.memory_log import MemoryLog
-from fourfold.trainer.meters import AVERAGED_STEPS, DataMeter, StragglerDetector
+from fourfold.trainer.meters import DataMeter, StragglerDetector
 from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.run_logger import RunLogger, RunResult
 from fourfold.trainer.tracer import Tracer
@@ -44,7 +44,7 @@ from fourfold.words.errors import (
     TaskError,
     TrainingError,
 )
-from fourfold.words.measures import is_better
+from fourfold.words.measures import AVERAGED_STEPS, is_better, training_loss
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes
 
@@ -102,7 +102,7 @@ class TrainingLoop:
                 losses.append(metrics.loss)
             self._update_average(number + 1, metrics, period)
             stragglers.step_done(number + 1, metrics.data_seconds)
-            self._log_step(number + 1, metrics, lr=lr)
+            self._log_step(number + 1, metrics, lr=lr, loss=training_loss([*losses]))
             meter.step_done(number + 1, metrics)
             self.memory.log_first(number + 1)
             damaged = self._add_damaged(progress, number + 1, metrics.damaged)
@@ -156,8 +156,8 @@ class TrainingLoop:
             raise DataError(problem, where=f"the data of step {step_number}")
         return damaged
 
-    def _log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
-        self.logger.log_step(step_number, metrics, lr=lr)
+    def _log_step(self, step_number: int, metrics: Metrics, *, lr: float, loss: float) -> None:
+        self.logger.log_step(step_number, metrics, lr=lr, loss=loss)
         self.callbacks.step(step_number, metrics, lr=lr)
         self.heartbeat.beat(step_number)
         self._report_checkpoints()
@@ -303,8 +303,7 @@ class TrainingLoop:
         self.tracer.write_again()
         self._report_checkpoints()
         self.memory.log(progress.step)
-        losses = progress.losses
-        loss = sum(losses) / len(losses) if losses else float("nan")
+        loss = training_loss(progress.losses)
         path, rate = self.logger.path, self.logger.throughput.num_units / max(seconds, 1e-9)
         if path is not None and path.absolute() != self.logger.run_path:  # the task has changed the working directory
             path = self.logger.run_path

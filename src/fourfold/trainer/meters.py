@@ -25,7 +25,14 @@ from fourfold.feed.feed import Feed
 from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
-from fourfold.words.measures import num_units, shown_unit, waiting_fraction
+from fourfold.words.measures import (
+    AVERAGED_STEPS,
+    num_units,
+    recent_rate,
+    remaining_seconds,
+    shown_unit,
+    waiting_fraction,
+)
 from fourfold.words.mesh import Mesh
 from fourfold.words.progress import ProgressLine
 
@@ -98,9 +105,6 @@ def _ms(seconds: float) -> str:
 # ---- throughput ------------------------------------------------------------------------------------------------------
 
 
-AVERAGED_STEPS = 20  # steps over which the progress line averages
-
-
 class Throughput:
     """The clock of a run on one rank."""
 
@@ -110,14 +114,14 @@ class Throughput:
         self.num_units = 0.0
         """Of all steps since `restart`."""
         self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
-        self.restart(0)
+        self.restart()
 
-    def restart(self, step: int) -> None:
-        """The run begins now, after `step`."""
-        self.first_step = step
+    def restart(self) -> None:
+        """The run begins now, or resumes."""
         self._start_time = time.perf_counter()
-        # The end of each recent step, and of the step before them: the time in between includes reading data.
-        self._step_end_times = deque([self._start_time], maxlen=AVERAGED_STEPS + 1)
+        self.num_steps, self._first_end = 0, 0.0
+        # Of the recent steps, and of the one before them: the time in between includes reading data.
+        self._ends: deque[float] = deque(maxlen=AVERAGED_STEPS + 1)
 
     def add_step(self, metrics: Metrics) -> float:
         """A step has ended just now; returns what is counted of it."""
@@ -127,30 +131,33 @@ class Throughput:
         units = num_units(self.unit, **counts)
         self.num_units += units
         self._recent_metrics.append((units, metrics))
-        self._step_end_times.append(time.perf_counter())
+        self._ends.append(time.perf_counter() - self._start_time)
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self._first_end = self.elapsed_seconds
         return units
 
     @property
     def units_per_second(self) -> float:
         """Over all ranks, the mean of the last steps."""
-        return sum(units for units, _ in self._recent_metrics) / self._recent_seconds
+        return recent_rate([units for units, _ in self._recent_metrics], [*self._ends])
 
     @property
-    def _recent_seconds(self) -> float:
-        return max(self._step_end_times[-1] - self._step_end_times[0], 1e-9)
+    def elapsed_seconds(self) -> float:
+        """From the start to the end of the last step."""
+        return self._ends[-1]
 
-    def progress_line(self, step: int, *, num_steps: int) -> ProgressLine:
+    def progress_line(self, step: int, *, num_steps: int, loss: float) -> ProgressLine:
         """Where the run stands after `step`."""
-        elapsed = self._step_end_times[-1] - self._start_time
-        losses = [m.loss for _, m in self._recent_metrics if m.skipped is None]
+        done, ends = self.num_steps, {"first_end": self._first_end, "last_end": self.elapsed_seconds}
         return ProgressLine(
             step=step,
             num_steps=num_steps,
-            loss=sum(losses) / len(losses) if losses else float("nan"),
+            loss=loss,
             units_per_second=self.units_per_second,
             unit=self.unit,
             waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
-            remaining_seconds=elapsed / (step - self.first_step) * (num_steps - step),
+            remaining_seconds=remaining_seconds(done, num_steps - step, **ends),
         )
 
 

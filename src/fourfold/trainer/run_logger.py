@@ -43,7 +43,7 @@ class RunResult:
 
     loss    mean of the last steps
     valid   "loss" and the task's own measures
-    units_per_second  over the whole run
+    units_per_second  since it has started or resumed, with evaluations and checkpoints
     sample  what the task's `sample` returned, on rank 0
     stopped  why the run ended before its last step, if a callback asked for it
     """
@@ -180,7 +180,7 @@ class RunLogger:
 
     def log_resumed(self, progress: TrainingProgress | None) -> TrainingProgress:
         """Log that the run resumes from `progress`, or begins if that is None; returns where it starts."""
-        self.throughput.restart(0 if progress is None else progress.step)
+        self.throughput.restart()
         if progress is None:
             if self._run_dir is not None and self._has_old_log:
                 self.log_message(f"{self._run_dir.path} has no valid checkpoint: it starts over")
@@ -246,8 +246,11 @@ class RunLogger:
         if self._run_dir is not None:
             self._run_dir.sync()
 
-    def log_step(self, step_number: int, metrics: Metrics, *, lr: float) -> None:
-        """Write a step's line, and show the progress. Other ranks count what throughput is of."""
+    def log_step(self, step_number: int, metrics: Metrics, *, lr: float, loss: float) -> None:
+        """Write a step's line, and show the progress. Other ranks count what throughput is of.
+
+        loss  the mean of the last steps
+        """
         asked, units, unit = self.throughput.unit, self.throughput.add_step(metrics), self.throughput.unit
         if self._run_dir is None:
             return
@@ -263,6 +266,7 @@ class RunLogger:
             "unit": unit,
             "grad_norm": metrics.grad_norm,
             "lr": float(lr),
+            "elapsed_seconds": self.throughput.elapsed_seconds,
             "seconds": metrics.seconds,
             "waiting_seconds": metrics.waiting_seconds,
             "data_seconds": metrics.data_seconds,
@@ -279,7 +283,8 @@ class RunLogger:
             record["skipped"] = True
         self.write_record(record)
         if self._report is not None:
-            self._report.show_step(self.throughput.progress_line(step_number, num_steps=self._settings.steps))
+            line = self.throughput.progress_line(step_number, num_steps=self._settings.steps, loss=loss)
+            self._report.show_step(line)
 
     @property
     def shows_progress(self) -> bool:
@@ -323,8 +328,7 @@ class RunLogger:
             record["stopped"] = result.stopped
         self.write_record(record)
         if self._report is not None:
-            steps = result.steps - self.throughput.first_step
-            self._report.finish(format_summary(result, self.throughput.unit, steps=steps))
+            self._report.finish(format_summary(result, self.throughput.unit, steps=self.throughput.num_steps))
 
     def close(self) -> None:
         if self._run_dir is not None:

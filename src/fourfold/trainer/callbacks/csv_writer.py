@@ -14,7 +14,8 @@ from typing import Any
 from fourfold.environment.atomic_file import write_atomically
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
 
-STEP_FIELDS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "seconds", "waiting_seconds", "units_per_second")
+STEP_FIELDS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "seconds", "waiting_seconds", "units_per_second",
+               "skipped")  # fmt: skip
 
 
 class CSV(Callback):
@@ -39,7 +40,7 @@ class CSV(Callback):
 
     def on_step(self, event: StepEvent) -> None:
         values = (getattr(event, name) for name in STEP_FIELDS)
-        csv.writer(self._steps).writerow(["" if value is None else value for value in values])
+        csv.writer(self._steps).writerow(["" if value is None else +value for value in values])  # 0 or 1 of a bool
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
         """Rewrite the table: a measure may have come since the last evaluation."""

@@ -92,9 +92,10 @@ def is_logged(step: int, every: int) -> bool:
 
 
 def step_metrics(event: StepEvent) -> dict[str, float]:
-    """`train/loss`, `train/lr`, `train/grad_norm` where it was measured, `train/tokens_per_second` …"""
-    metrics = {"train/loss": event.loss, "train/lr": event.lr, f"train/{event.unit}_per_second": event.units_per_second}
-    return metrics if event.grad_norm is None else {**metrics, "train/grad_norm": event.grad_norm}
+    """`train/lr`, `train/tokens_per_second` …; unless it was skipped `train/loss`, and `train/grad_norm` if known."""
+    metrics = {"train/lr": event.lr, f"train/{event.unit}_per_second": event.units_per_second}
+    trained = {} if event.skipped else {"train/loss": event.loss, "train/grad_norm": event.grad_norm}
+    return metrics | {name: value for name, value in trained.items() if value is not None}
 
 
 def evaluate_metrics(event: EvaluateEvent) -> dict[str, float]:
