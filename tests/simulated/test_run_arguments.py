@@ -11,9 +11,10 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fourfold as ff
+from fourfold.cli.arguments import SETTINGS
 from fourfold.cli.job import Job
+from fourfold.cli.settings_file import NEVER_RESOLVED
 from fourfold.report.run_record import read_run
-from fourfold.trainer.settings import recorded_settings
 from tests.jobs import parse_job
 
 TASK = """
@@ -116,9 +117,19 @@ def test_the_settings_and_callbacks_of_a_run_stand_in_its_settings_and_its_repor
     settings = {**job.settings, "ema": 0.9, "evaluate_every": 1}
     ff.train(job.task, job.plan, quiet=True, callbacks=[ff.Callback(), ff.Callback()], **settings)
     recorded = json.loads((job.run_dir / "settings.json").read_text())
-    assert set(recorded) >= set(recorded_settings())
+    words = {*SETTINGS} - {*NEVER_RESOLVED}  # every row of the table in docs/runs.md but `fresh`
+    assert set(recorded) >= words
+    assert (recorded["restarts"], recorded["lr_warmup"], recorded["tensor"]) == (3, 0, {})
     assert (recorded["ema"], recorded["evaluate_every"]) == (0.9, 1)
     assert recorded["callbacks"] == ["Callback", "Callback 2"]
     shown = read_run(job.run_dir).sections["settings"]
-    assert {"callbacks", *recorded_settings()} <= shown.keys()
+    assert {"callbacks", *words} <= shown.keys()
     assert recorded.items() >= shown.items()
+
+
+def test_the_options_of_callbacks_and_the_settings_of_the_launch_stand_there_too(job: Job) -> None:
+    given = parse_job([*WORDS, "callback=csv,early_stopping", "early_stopping.patience=7", "evaluate_every=1",
+                       "hang_seconds=none", "lr_schedule=cosine"])  # fmt: skip
+    recorded = json.loads((train(given) / "settings.json").read_text())
+    assert (recorded["callback"], recorded["early_stopping.patience"]) == ("csv,early_stopping", "7")
+    assert (recorded["hang_seconds"], recorded["lr_schedule"], recorded["lr_floor"]) == (None, "cosine", 0)

@@ -186,8 +186,9 @@ def test_after_an_edit_every_rank_has_rank_0s_weights(zero):
     assert threads.run(2, body) == [[1.0] * 4] * 2
 
 
-def test_metrics_count_the_global_batch():
-    case = Case(model="lm", batch_sizes=(5, 3))
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_metrics_count_the_global_batch(microbatches):
+    case = Case(model="lm", batch_sizes=(5, 3), microbatches=microbatches)
 
     def body(comm):
         step = build_step(case, 2, comm)

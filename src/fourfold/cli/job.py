@@ -15,7 +15,7 @@ from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, Pa
 from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.run import Run, check_init_path, read_rules_setting
-from fourfold.cli.settings_file import argument_defaults, format_resolved, json_arguments
+from fourfold.cli.settings_file import NEVER_RESOLVED, argument_defaults, format_resolved, json_arguments
 from fourfold.environment.world import from_environment
 from fourfold.plan.batch_split import batch_size_problems
 from fourfold.plan.lr_schedule import LRSchedule
@@ -132,12 +132,19 @@ def _split_settings(
         "task_name": spec,
         "extra_settings": {key: value for key, value in values.task.items() if key not in TASK_FIELDS},
         "argument_defaults": json_arguments({key: value for key, value in defaults.items() if key not in values.task}),
+        "launch_settings": _launch_words(values),
     }
     launch_settings = {key: settings.pop(key) for key in arguments.LAUNCH_SETTINGS if key in settings}
     lr_values = {key: settings.pop(key) for key in list(settings) if key.startswith(LR_PREFIX)}
     if lr_values:
         settings["rates"] = LRSchedule(**{key.removeprefix(LR_PREFIX): value for key, value in lr_values.items()})
     return settings, launch_settings
+
+
+def _launch_words(values: ParsedValues) -> dict[str, Any]:
+    """The settings that `train` does not take under their words, as config.toml has them."""
+    words = [word for word in (CALLBACK_WORD, *arguments.LAUNCH_SETTINGS) if word not in NEVER_RESOLVED]
+    return {word: values.run.get(word, arguments.SETTINGS[word].default) for word in words} | values.callback_options
 
 
 def prepare_job(run: Run, *, has_run_dir: bool = True) -> Job:

@@ -141,8 +141,8 @@ class RunLogger:
         if self._run_dir is None or self.run_info.finished_record is not None:
             return
         rates = self._describe_lr()
-        record = {name: getattr(settings, name) for name in recorded_settings()}
-        record |= {"name": self._run_dir.path.name, "callbacks": list(callbacks), "unit": self._task.unit}
+        record = {**recorded_settings(settings), "name": self._run_dir.path.name, "tensor": dict(self._task.tensor)}
+        record |= {"callbacks": list(callbacks), "unit": self._task.unit}
         record |= {} if rates is None else {"rates": rates}
         record["transport"] = step.transport_name
         arguments = {**(settings.argument_defaults or {}), **(settings.extra_settings or {})}

@@ -153,6 +153,9 @@ class Settings:
         help="the arguments of the task's function that are not given, for the report",
         word=None,
     )
+    launch_settings: Mapping[str, Any] | None = declare(
+        None, check=json_problems, help="the settings of the command line alone, for the report", word=None
+    )
     checkpoint_every: int = declare(
         100, minimum=0, help="steps between checkpoints; 0: none, not even of the last step"
     )
@@ -225,6 +228,7 @@ class TrainOptions(TypedDict, total=False):
     extra_settings: Mapping[str, Any] | None
     config_text: str | None
     argument_defaults: Mapping[str, Any] | None
+    launch_settings: Mapping[str, Any] | None
     checkpoint_every: int
     disk_seconds: int
     keep: int
@@ -247,9 +251,15 @@ def check_setting_names(given: Mapping[str, Any]) -> None:
         raise SettingError(problems, where="the arguments of ff.train")
 
 
-def recorded_settings() -> list[str]:
-    """The settings that settings.json and the report of a run have under their own names."""
-    return [name for name, each in declared_settings(Settings).items() if each.word is not None]
+def recorded_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as settings.json and the report of a run have them: by the words of the command line."""
+    names = [name for name, each in declared_settings(Settings).items() if each.word is not None]
+    rates = vars(settings.rates or LRSchedule())
+    return (
+        {name: getattr(settings, name) for name in names}
+        | {f"{LR_PREFIX}{name}": value for name, value in rates.items()}
+        | dict(settings.launch_settings or {})
+    )
 
 
 def make_settings(task: Task, **given: Any) -> Settings:

@@ -86,7 +86,8 @@ def train(
     task_name, extra_settings   the task and its arguments as given: they go into settings.json, and are part of what
                 makes it the same run
     config_text  goes into config.toml: a settings file for `fourfold train`
-    argument_defaults   the task's other arguments: they go into settings.json for the report
+    argument_defaults, launch_settings   the task's other arguments, and the settings of the command line that are none
+                of these: they go into settings.json for the report
     ema         decay of an average of the weights, which is evaluated, sampled from and saved
     init        initial weights: a plain safetensors file, or a folder as `save_pretrained` writes it
     skip_nan    how many steps in a row may be skipped because the loss, or the norm where `clip` measures one, is not
