@@ -98,21 +98,6 @@ def test_a_config_that_was_edited_is_not_read_and_is_written_anew_when_the_run_r
     assert (run_dir / "config.toml").read_text() == before
 
 
-def test_a_run_whose_settings_repeat_the_arguments_as_older_versions_wrote_them_is_read_and_resumes(job: Job) -> None:
-    run_dir = train(job)
-    now = json.loads((run_dir / "settings.json").read_text())
-    older = {**now, "lr": 0.25, "betas": [0.5, 1]}
-    (run_dir / "settings.json").write_text(json.dumps(older))
-    assert read_run(run_dir).sections["task"] == now["task_arguments"]
-    assert read_run(run_dir).sections["settings"].keys().isdisjoint({"lr", "betas"})
-    del older["task_arguments"]  # the versions before those had none
-    (run_dir / "settings.json").write_text(json.dumps(older))
-    assert read_run(run_dir).sections["settings"]["lr"] == 0.25
-    make_unfinished(run_dir)
-    assert train(parse_job(WORDS)) == run_dir
-    assert json.loads((run_dir / "settings.json").read_text()) == now
-
-
 def test_the_settings_and_callbacks_of_a_run_stand_in_its_settings_and_its_report(job: Job) -> None:
     settings = {**job.settings, "ema": 0.9, "evaluate_every": 1}
     ff.train(job.task, job.plan, quiet=True, callbacks=[ff.Callback(), ff.Callback()], **settings)
