@@ -3,7 +3,7 @@
     python -m bench.rank_memory
 
 predicted  from the facts of one block and the ends: `predict_memory`
-fake rank  runs the whole list of its place on the meta device: `TaskFacts.rank_bytes`
+fake rank  runs the whole list of its place on the meta device: `bench/fake_rank.py`
 Law: both hold weights, gradients and states whole, so that only working memory differs.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.fake_rank import rank_bytes
 from bench.measurement import describe_machine, format_table
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
@@ -55,7 +56,7 @@ def memory_row(name: str, source: TaskFacts, fields: Mapping[str, Any]) -> list[
     plan = Plan(**fields)
     topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cuda")
     predicted = predict_memory(lower(plan, source.specs(plan), topology, source.update_spec), source)
-    pairs = [(parts.total, source.rank_bytes(plan, place).total) for place, parts in enumerate(predicted)]
+    pairs = [(parts.total, rank_bytes(source, plan, place).total) for place, parts in enumerate(predicted)]
     ours, fake = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
     text = " ".join(f"{key}={value}" for key, value in fields.items()) or "one rank"
     return [name, text, f"{ours / MIB:.1f}", f"{fake / MIB:.1f}", f"{ours / fake - 1:+.2%}"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.fake_rank import rank_bytes
 from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.model.model_call import call_model
@@ -52,7 +53,7 @@ def check_prediction(source: TaskFacts, plan: Plan, *, error: float = 0.05) -> N
     topology = Topology.regular(hosts=1, ranks_per_host=plan.mesh.size, device="cuda")
     blueprint = lower(plan, source.specs(plan), topology, source.update_spec)
     for place, parts in enumerate(predict_memory(blueprint, source)):
-        fake = source.rank_bytes(plan, place)
+        fake = rank_bytes(source, plan, place)
         assert parts.total == pytest.approx(fake.total, rel=error), (place, parts, fake)
 
 
@@ -104,7 +105,7 @@ def test_predicted_memory_of_a_loss_that_is_computed_some_rows_at_a_time(tmp_pat
 @given(ranks=RANKS, recompute=RECOMPUTES)
 def test_the_peak_of_a_deep_model_follows_from_those_of_two_and_three_blocks(ranks: dict, recompute: str):
     plan = Plan(recompute=recompute, **ranks)
-    two, three, nine = (language_model(layers).rank_bytes(plan).total for layers in (2, 3, 9))
+    two, three, nine = (rank_bytes(language_model(layers), plan).total for layers in (2, 3, 9))
     assert nine == two + 7 * (three - two)
 
 
@@ -130,7 +131,7 @@ def held_by_a_real_step(task: Task) -> int:
 
 def test_a_fake_rank_holds_what_a_real_step_holds():
     task = lm.task(width=64, layers=3, heads=4, length=64, batch_size=BATCH)
-    assert TaskFacts(task).rank_bytes(Plan()).total == pytest.approx(held_by_a_real_step(task), rel=0.002)
+    assert rank_bytes(TaskFacts(task), Plan()).total == pytest.approx(held_by_a_real_step(task), rel=0.002)
 
 
 PEAKS = st.lists(st.builds(TemporaryPeak, st.integers(-1000, 1000), st.integers(-100, 100)), min_size=1, max_size=12)

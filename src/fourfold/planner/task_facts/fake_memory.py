@@ -1,24 +1,21 @@
-"""Fake memory: what the segments of a model, and one rank of a pipeline, hold on the meta device, to the byte.
+"""Fake memory: what the segments of a model hold on the meta device, to the byte.
 
 kept       bytes that are held when a segment's forward has ended, more than when it began: at the first operation
            behind it, when the model has let go of the segment's inputs. Not what the model's own forward holds of its
            beginning until it returns, such as embeddings of which only the sum is needed
 moment     when an operation has returned; its bytes are those that are held beyond what is kept by then: in a backward,
            what segments behind this one have kept is freed
-fake rank  runs the list of its place with tensors without memory
 kind       what the caller names tensors that exist already (`track`); else TEMPORARY if made inside of a backward, and
            `forward_kind` outside of one: ACTIVATION, unless the caller changes it
 storage    counted once, however many views it has, from when an operation returns it until its last tensor is gone
-resting    weights, gradients and optimizer states, which a rank holds all the time; here they rest whole
-Law: bytes are affine in the samples at each moment; two fake steps that differ in their samples show how. The stages,
-the gates, the blocks that are computed again and the halves of backwards are those of a step; every byte is counted.
+Law: bytes are affine in the samples at each moment; two fake steps that differ in their samples show how. The blocks
+that are computed again are those of a step; every byte is counted.
 Law: the kinds add up to the bytes of all live storages that have been seen.
 
 Memory that an operation allocates and frees before it returns is not seen. Fake tensors have sizes but no memory, so
 one process can count what a rank of any world would hold.
 """
 
-import contextlib
 import functools
 import weakref
 from collections import Counter
@@ -29,15 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fourfold.axes.pipeline.work.chain import StageMap
-from fourfold.axes.pipeline.work.gates import Carried, Gates, SplitTokens, StageEnd
-from fourfold.axes.pipeline.work.knowledge import Knowledge
-from fourfold.axes.pipeline.work.recording import Recorder, Recording
-from fourfold.axes.pipeline.work.stand_in import OUTPUT, Source, StandInUsed
-from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup
-from fourfold.model.model_call import call_model
 from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.planner.predict.facts import TemporaryPeak
 from fourfold.planner.task_facts.fake_ranks import META, RecordedCollective
@@ -45,12 +35,8 @@ from fourfold.planner.task_facts.fake_step import FakeModel
 from fourfold.planner.task_facts.operations import FakeAttention, MetaCalls
 from fourfold.planner.task_facts.segments import FIRST
 from fourfold.step.recomputed_blocks import Recompute
-from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
-from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import TorchDispatchMode, is_in_backward
-from fourfold.words.errors import Problem, TaskError
-from fourfold.words.program import Action, Verb
 
 # ---- peak memory ----------------------------------------------------------------------------------------------------
 
@@ -129,7 +115,7 @@ def record_memory(fake: FakeModel, num_samples: int, recompute: str) -> MemoryRe
     return _MemoryCount(fake, recompute).run(num_samples)
 
 
-def _recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
+def recompute_of(fake: FakeModel, recompute: str, blocks: Sequence[str]) -> Recompute:
     """What a step installs for these blocks: see `_find_recomputed` in `step/assembly.py`."""
     group: TensorGroup = MessageTensorGroup(CommMeter(), META)
     if recompute == "full" and not fake.plan.sequence_parallel:
@@ -185,7 +171,7 @@ class _MemoryCount:
         self._num_calls, self._current = len(fake.laid_out.group.calls), 0
         """`_current`: the segment that runs backward."""
         self._collectives: dict[int, Counter[RecordedCollective]] = {}
-        self._recompute = _recompute_of(fake, recompute, fake.blocks)
+        self._recompute = recompute_of(fake, recompute, fake.blocks)
 
     def run(self, num_samples: int) -> MemoryRecord:
         model, memory, samples = self._fake.model, self._memory, self._fake.samples(num_samples)
@@ -308,184 +294,3 @@ def upper_envelope(moments: Sequence[TemporaryPeak]) -> tuple[TemporaryPeak, ...
         overtakes = [(best.call_bytes - each.call_bytes) / (each.sample_bytes - best.sample_bytes) for each in rest]
         at = min(overtakes, default=at)
     return tuple(found)
-
-
-# ---- one rank of a pipeline ------------------------------------------------------------------------------------------
-
-
-WEIGHTS, GRADIENTS, STATES, BATCH = "weights", "gradients", "optimizer states", "batch"
-
-
-class RankBytes(NamedTuple):
-    """What a rank holds at its peak, by kind. See `PeakMemory`."""
-
-    by_kind: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Without the batch, which is on no device before its microbatch is."""
-        return sum(size for kind, size in self.by_kind.items() if kind != BATCH)
-
-
-class FakeRank:
-    """The rank at a place of the pipeline axis. It takes over the fake model, and leaves it changed.
-
-    states_per_weight  of the optimizer
-    num_samples        of a microbatch
-    """
-
-    def __init__(
-        self, fake: FakeModel, stages: StageMap, place: int, *, num_samples: int, states_per_weight: int
-    ) -> None:
-        self._fake, self._known, self._place = fake, Knowledge(stages), place
-        self._states_per_weight = states_per_weight
-        self._samples = fake.samples(num_samples)
-        self._attention = FakeAttention(fake.plan.context_spec)
-        self._recorded = self._record() if stages.num_stages > 1 else Recording()
-        fake = fake.with_copies(stages.ties if place == stages.num_places - 1 else {})
-        self._copies = fake.copies
-        self._weights = [each for name, each in fake.model.named_parameters() if stages.place_of(name) == place]
-        trained = [each for each in self._weights if each.requires_grad]
-        self._hooks = GradHooks(trained)
-        self._sink = _DropGrads(trained)
-        self._halves: BackwardHalves = DeferredGrads(trained) if fake.plan.divides_backward else WholeBackward()
-        self._received, self._outputs = dict[Any, list[Tensor]](), dict[Any, list[Tensor]]()
-        self._pending: dict[Any, PendingGrads] = {}
-
-    def run(self, actions: Sequence[Action]) -> RankBytes:
-        """Run a list of forwards and backwards."""
-        memory = PeakMemory()
-        held = self._rest(memory)
-        verbs = {
-            Verb.FORWARD: self._forward,
-            Verb.BACKWARD: self._backward,
-            Verb.BACKWARD_INPUT: self._backward_input,
-            Verb.BACKWARD_WEIGHT: self._backward_weight,
-        }
-        with torch.device(META), memory:
-            for action in actions:
-                verbs[action.verb](action.stage, (action.stage, action.index))
-        del held
-        return RankBytes(memory.bytes_by_kind)
-
-    def _rest(self, memory: PeakMemory) -> list[Tensor]:
-        """What rests on the rank; returns what else than the model must hold it."""
-        trained = [each for each in (*self._weights, *self._copies) if each.requires_grad]
-        gradients = [torch.empty_like(each) for each in trained]
-        own = [each for each in self._weights if each.requires_grad]
-        states = [torch.empty_like(each) for each in own for _ in range(self._states_per_weight)]
-        if self._fake.plan.precision != "keep":  # states are in float32, and master weights are among them
-            states = [torch.empty_like(each, dtype=torch.float32) for each in (*own, *states)]
-        memory.track(WEIGHTS, [*self._weights, *self._copies, *self._fake.model.buffers()])
-        memory.track(GRADIENTS, gradients)
-        memory.track(STATES, states)
-        memory.track(BATCH, tree_leaves(list(self._samples)))
-        return [*gradients, *states]
-
-    # ---- the model -------------------------------------------------------------------------------------------------
-
-    def _record(self) -> Recording:
-        """What modules return for a microbatch."""
-        recorder = Recorder(self._fake.model, self._known, set())
-        with (
-            torch.device(META),
-            torch.no_grad(),
-            self._fake.intercepted(self._attention),
-            recorder.recording() as recording,
-        ):
-            call_model(self._fake.model, self._samples[0])
-        self._end_tokens()
-        return recording
-
-    def _gates(self, stage: int) -> Gates:
-        laid_out = self._fake.laid_out
-        region = laid_out.region or SplitRegion(laid_out.group)
-        split_tokens = SplitTokens(laid_out.sequence_parallel.entries, region)
-        gates = Gates(self._fake.model, self._known, stage, split_tokens, torch.device(META))
-        gates.set_metadata(self._recorded.described)
-        return gates
-
-    def _blocks(self, stage: int) -> Sequence[str]:
-        if self._known.stages.num_stages == 1:
-            return self._fake.blocks
-        return [self._known.stages.chain.blocks[index] for index in self._known.stages.blocks[stage]]
-
-    # ---- actions ---------------------------------------------------------------------------------------------------
-
-    def _forward(self, stage: int, key: tuple[int, int]) -> None:
-        while True:
-            try:
-                return self._forward_with_needs(stage, key)
-            except StandInUsed as used:
-                if (refused := self._known.note_needs(stage, used.sources)) is not None:
-                    problem = Problem(f"stage {stage} needs {refused}", "values that earlier stages can send")
-                    raise TaskError(problem, where="the pipeline") from None
-
-    def _forward_with_needs(self, stage: int, key: tuple[int, int]) -> None:
-        recompute = _recompute_of(self._fake, self._fake.plan.recompute, self._blocks(stage))
-        received, closed = list[Tensor](), contextlib.nullcontext()
-        if self._known.stages.num_stages > 1:
-            gates, carried = self._gates(stage), Carried(self._known.received_by(stage))
-            received = self._receive(stage, gates, carried)
-            closed = gates.closed([*received, torch.empty(0, dtype=torch.uint8)], carried)
-        self._received[key] = received
-        try:
-            with recompute.installed(), self._halves.in_forward(), closed, self._fake.intercepted(self._attention):
-                self._outputs[key] = [self._fake.loss_of(*self._samples)]
-        except StageEnd as end:
-            self._outputs[key] = list(end.message[:-1])
-
-    def _receive(self, stage: int, gates: Gates, carried: Carried) -> list[Tensor]:
-        if stage == 0:
-            return []
-        sources = {Source(OUTPUT, self._known.stages.boundaries()[stage - 1]), *carried.received}
-        received = [
-            torch.empty_like(leaf)
-            for source, described in self._recorded.described.items()
-            if source in sources
-            for leaf, is_sent in zip(
-                self._recorded.leaves[source], gates.travels(source, described, sources), strict=True
-            )
-            if is_sent
-        ]
-        return [each.requires_grad_(each.is_floating_point()) for each in received]
-
-    def _differentiate(self, key: tuple[int, int]) -> None:
-        outputs = [each for each in self._outputs.pop(key) if each.requires_grad]
-        upstream = [torch.empty_like(each) for each in outputs]
-        with intercept_attention(self._attention):  # of blocks that are computed again
-            torch.autograd.backward(outputs, upstream)
-        self._end_tokens()
-
-    def _backward(self, stage: int, key: tuple[int, int]) -> None:
-        with self._hooks.calling(self._sink):
-            self._differentiate(key)
-        self._send_back(key)
-
-    def _backward_input(self, stage: int, key: tuple[int, int]) -> None:
-        with self._halves.first_half(self._hooks) as self._pending[key]:
-            self._differentiate(key)
-        self._send_back(key)
-
-    def _backward_weight(self, stage: int, key: tuple[int, int]) -> None:
-        self._halves.second_half(self._pending.pop(key), self._sink)
-
-    def _send_back(self, key: tuple[int, int]) -> None:
-        """The gradients of what was received have left."""
-        del self._received[key]
-        for copy in self._copies:
-            copy.grad = None
-
-    def _end_tokens(self) -> None:
-        if self._fake.laid_out.region is not None:
-            self._fake.laid_out.region.end_tokens()
-
-
-class _DropGrads:
-    """Takes gradients as buckets do, which have copied them."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def on_grad(self, param_index: int) -> None:
-        self._parameters[param_index].grad = None

@@ -210,14 +210,12 @@ class FakeModel(NamedTuple):
         """The loss of samples: a sum. Raises TaskError for a step that needs values."""
         try:
             with tracker.installed(), self.intercepted(attention):
-                loss = self._loss(*samples)
+                total = self.loss_of(*samples)
         except FourfoldError:
             raise
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             got = f"a step that cannot run on the meta device: {str(error).splitlines()[0][:160]}"
             raise StepNeedsValues(Problem(got, NEED)) from error
-        total = _total(loss)
-        del loss
         tracker.end()
         return total
 
@@ -228,19 +226,15 @@ class FakeModel(NamedTuple):
             yield
 
     def loss_of(self, inputs: Any, targets: Any) -> Tensor:
-        """The loss of samples: a sum."""
-        return _total(self._loss(inputs, targets))
+        """The loss of samples: a sum. The outputs are dropped when it has been made of them, as a step drops them."""
+        loss = self._loss(inputs, targets)
+        first = loss[0] if isinstance(loss, tuple) else loss
+        return first.sum() if isinstance(first, Tensor) and first.dim() else first
 
     def _loss(self, inputs: Any, targets: Any) -> Any:
-        """The outputs are dropped when the loss has been made of them, as a step drops them."""
         if self.loss is None:
             return model_loss(call_model(self.model, inputs), inputs)
         return self.loss(call_model(self.model, inputs), targets)
-
-
-def _total(loss: Any) -> Tensor:
-    first = loss[0] if isinstance(loss, tuple) else loss
-    return first.sum() if isinstance(first, Tensor) and first.dim() else first
 
 
 class ForwardRecord(NamedTuple):

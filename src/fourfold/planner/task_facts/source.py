@@ -30,7 +30,7 @@ from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.facts import Collective, ModelFacts, SegmentFacts
-from fourfold.planner.task_facts.fake_memory import FakeRank, MemoryOfSegments, MemoryRecord, RankBytes, record_memory
+from fourfold.planner.task_facts.fake_memory import MemoryOfSegments, MemoryRecord, record_memory
 from fourfold.planner.task_facts.fake_ranks import RecordedCollective
 from fourfold.planner.task_facts.fake_step import (
     FakeBatch,
@@ -249,7 +249,7 @@ class TaskFacts:
 
     def __init__(self, task: Task) -> None:
         check_task(task)
-        self._task = task
+        self.task = task
         self._calls = MetaCalls()
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
         self._forwards: dict[tuple[object, ...], _Forwards] = {}
@@ -261,11 +261,11 @@ class TaskFacts:
 
     @property
     def batch_size(self) -> int:
-        return self._task.batch_size or DEFAULT_BATCH_SIZE
+        return self.task.batch_size or DEFAULT_BATCH_SIZE
 
     @cached_property
     def _model(self) -> nn.Module:
-        return build_meta_model(self._task)
+        return build_meta_model(self.task)
 
     @cached_property
     def _chain(self) -> Chain:
@@ -277,7 +277,7 @@ class TaskFacts:
 
     @cached_property
     def _update_spec(self) -> UpdateSpec:
-        return update_spec(self._model, self._optimizer, clip=self._task.clip, counts_states=True)
+        return update_spec(self._model, self._optimizer, clip=self.task.clip, counts_states=True)
 
     @property
     def traits(self) -> ModelTraits:
@@ -285,15 +285,15 @@ class TaskFacts:
 
     @cached_property
     def _traits(self) -> ModelTraits:
-        return model_traits(self._model)._replace(has_own_loss=self._task.loss is None)
+        return model_traits(self._model)._replace(has_own_loss=self.task.loss is None)
 
     @cached_property
     def _optimizer(self):
-        return build_optimizer(self._task.optimizer, list(self._model.parameters()))
+        return build_optimizer(self.task.optimizer, list(self._model.parameters()))
 
     @cached_property
     def _source(self) -> Source:
-        source = open_data(self._task.data(), where="the task's data").train.source
+        source = open_data(self.task.data(), where="the task's data").train.source
         if isinstance(source, Stream):
             need = "numbered samples: the step of one is counted"
             raise TaskError(Problem("a stream as data", need, "a list of some of its samples"), where="the task")
@@ -310,7 +310,7 @@ class TaskFacts:
         key = (tensor, plan.stage_spec)
         if key not in self._specs:
             if tensor not in self._whole_specs:
-                self._whole_specs[tensor] = tensor_specs(self._model, self._optimizer, self._task.tensor, tensor)
+                self._whole_specs[tensor] = tensor_specs(self._model, self._optimizer, self.task.tensor, tensor)
             self._specs[key] = on_stages(self._model, self._whole_specs[tensor], plan.stage_spec)
         return self._specs[key]
 
@@ -331,7 +331,7 @@ class TaskFacts:
     def _count(self, plan: Plan, ties: Mapping[str, Sequence[str]], key: tuple[object, ...]) -> _CountedVariant:
         laid_out_key = (plan.tensor_spec, plan.precision, bool(ties))
         if laid_out_key not in self._laid_out:
-            self._laid_out[laid_out_key] = self._fake_model(plan, ties)
+            self._laid_out[laid_out_key] = self.fake_model(plan, ties)
         fake = self._laid_out[laid_out_key]._replace(plan=plan)
         alike = (plan.tensor_spec._replace(ulysses=1), plan.precision, bool(ties), plan.cp, fake.tokens_of_rank)
         if alike not in self._forwards:
@@ -347,7 +347,7 @@ class TaskFacts:
                 raise PlanError(problems)
             return count()
         except StepNeedsValues as error:
-            raise with_bounds(error, forward_bounds(self._task.model, self._source)) from error
+            raise with_bounds(error, forward_bounds(self.task.model, self._source)) from error
         except (PlanError, TrainingError) as error:  # attention says in a step which heads it cannot divide
             self._refused[key] = error.problems
             raise PlanError(error.problems, where="the plan") from error
@@ -365,23 +365,8 @@ class TaskFacts:
                 found[first] = behind
         return found
 
-    def rank_bytes(self, plan: Plan, place: int = 0) -> RankBytes:
-        """What a rank at a place of the pipeline axis holds at its peak: it runs its whole list, with all its blocks.
-
-        Weights, gradients and states rest whole. Raises PlanError or TaskError.
-        """
-        num_samples = -(-self.batch_size // (plan.dp * plan.microbatches))
-        stages = map_stages(self._model, plan.stage_spec)
-        rank = FakeRank(
-            self._fake_model(plan, {}),
-            stages,
-            place,
-            num_samples=num_samples,
-            states_per_weight=max(self.update_spec.num_states, default=0),
-        )
-        return rank.run(plan.compute_lists[place])
-
-    def _fake_model(self, plan: Plan, ties: Mapping[str, Sequence[str]]) -> FakeModel:
-        laid_out, blocks = lay_out(self._task, plan), self._chain.blocks
+    def fake_model(self, plan: Plan, ties: Mapping[str, Sequence[str]]) -> FakeModel:
+        """What fake steps of a plan run. `ties`: by weight, its names where a last stage has a copy of it."""
+        laid_out, blocks = lay_out(self.task, plan), self._chain.blocks
         same_as = equal_blocks({name: laid_out.model.get_submodule(name) for name in blocks})
-        return FakeModel(laid_out, blocks, self._task.loss, self._batch, plan, same_as, self._calls).with_copies(ties)
+        return FakeModel(laid_out, blocks, self.task.loss, self._batch, plan, same_as, self._calls).with_copies(ties)
