@@ -18,7 +18,7 @@ from bench.measurement import describe_machine
 from fourfold.plan.ask import Ask
 from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.search.decide import decide
+from fourfold.planner.search.answer import decide
 from fourfold.words.terminal_text import align_columns
 
 

@@ -7,14 +7,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from fourfold.axes.pipeline.rules.division import divide, division_problems
 from fourfold.axes.tensor.rules.dims import dims_on_axis
+from fourfold.plan.ask import Ask
 from fourfold.plan.check import combination_problems
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTerms
+from fourfold.planner.search.search import Question
 from fourfold.planner.search.space import Space
-from fourfold.planner.search.step_pricing import Chain, Segment, Submesh, best_division, division_of
+from fourfold.planner.search.step_pricing import Chain, Segment, StepPricing, Submesh, best_division, division_of
 from fourfold.words.errors import PlanError, Problem
 
 RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 0.33}
@@ -50,7 +53,7 @@ class Model:
 
 @dataclass
 class FakePricing:
-    """The `Pricing` of the model. `wobble`: by how much a simulation may differ from its estimate."""
+    """The `StepPricing` of the model. `wobble`: by how much a simulation may differ from its estimate."""
 
     space: Space
     model: Model = Model()
@@ -239,6 +242,10 @@ def make_case(
     """The pricing of a model on devices."""
     space = Space(devices, per_host, batch, len(model.blocks), tuple(RECOMPUTED), 16, clip, len(set(model.blocks)) == 1)
     return FakePricing(space, model)
+
+
+def question(pricing: FakePricing, ask: Ask, limit: float = math.inf, **fields: Any) -> Question:
+    return Question(ask, pricing.space, cast(StepPricing, pricing), limit, **fields)
 
 
 def is_close(first: float, second: float) -> bool:

@@ -1,7 +1,6 @@
 """Laws of asks: what is pinned stays as it is written, and everything that is wrong is said at once."""
 
 import dataclasses
-import math
 from importlib import resources
 
 import pytest
@@ -12,10 +11,10 @@ import fourfold
 from fourfold.plan.ask import ON_REQUEST, SEARCHED, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import FIELDS
-from fourfold.planner.search.answer import Question, decide_among
+from fourfold.planner.search.answer import decide_among
 from fourfold.words.errors import PlanError
 from fourfold.words.units import write_bytes
-from tests.decide_cases import Model, make_case
+from tests.decide_cases import Model, make_case, question
 
 FIELD_VALUES = st.fixed_dictionaries(
     {},
@@ -127,7 +126,7 @@ def test_the_asks_of_named_systems_leave_the_mesh_open_and_are_planned(file):
     assert ask.is_open("dp")
     assert ask.is_open("stages")
     pricing = make_case(devices=4, model=Model(((1.0, 4.0, 1.0), (4.0, 4.0, 1.0), (1.0, 1.0, 1.0))))
-    decision = decide_among(Question(ask, pricing.space, pricing, math.inf))
+    decision = decide_among(question(pricing, ask))
     assert all(getattr(decision.answer.plan, name) == value for name, value in ask.pinned.items())
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 from hypothesis import Phase, assume, given, settings
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.search.answer import MAX_SIMULATED, Question, choose, decide_among, simplicity
+from fourfold.planner.search.answer import MAX_SIMULATED, choose, decide_among, simplicity
 from fourfold.planner.search.baselines import price_baselines
 from fourfold.planner.search.decision import Decision, Refused, reason, savings
 from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError
-from tests.decide_cases import FakePricing, Model, Rates, make_case
+from tests.decide_cases import FakePricing, Model, Rates, make_case, question
 
 ROWS = st.tuples(st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1.0, 4.0]), st.sampled_from([0.2, 2.0]))
 MODELS = st.builds(Model, st.lists(ROWS, min_size=1, max_size=4).map(tuple), ROWS, ROWS, heads=st.just(4))
@@ -52,7 +51,7 @@ FEW = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.gen
 def decide(ask: Ask, pricing: FakePricing, limit: float = math.inf, error: float = 0.05) -> Decision | None:
     """None: nothing is legal, or nothing fits."""
     try:
-        return decide_among(Question(ask, pricing.space, pricing, limit, error=error))
+        return decide_among(question(pricing, ask, limit, error=error))
     except PlanError:
         return None
 
@@ -138,19 +137,18 @@ def test_the_bound_counts_plans_that_were_left_out():
     pricing.wobble = 0.05
     kept = [pricing.estimate(Plan(microbatches=count)) for count in (1, 2)]
     cutoff = max(each.seconds for each in kept) * 1.001
-    limits: dict[str, Any] = {"limit_bytes": math.inf, "error": 0.0}
-    alone, among = choose(kept, [], pricing, **limits), choose(kept, [], pricing, **limits, cutoff=cutoff)
+    exact = question(pricing, Ask(), error=0.0)
+    alone, among = choose(kept, [], exact), choose(kept, [], exact, cutoff=cutoff)
     assert alone.bound == 0.0
     ratio = min(1.0, *(pricing.simulate(each.plan).seconds / each.seconds for each in kept))
     fastest = min(each.seconds for each in among.ranked)
     assert among.bound == pytest.approx(max(0.0, fastest / (cutoff * ratio) - 1))
-    assert choose(kept, [], pricing, **limits, cutoff=cutoff / 2).bound > 0.5
+    assert choose(kept, [], exact, cutoff=cutoff / 2).bound > 0.5
 
 
 def test_baselines_are_always_priced():
     pricing = make_case(devices=8, per_host=4, batch=16, model=Model(((1.0, 4.0, 1.0),) * 8))
-    question = (Ask(), pricing.space, pricing)
-    found = price_baselines(*question, limit_bytes=math.inf)
+    found = price_baselines(question(pricing, Ask()))
     data = {f"data parallelism, zero {zero}": Plan(dp=8, zero=zero) for zero in range(4)}
     assert {name: each.plan for name, each in found.items() if name in data} == data
     meshes = {name: each.plan.mesh for name, each in found.items()}
@@ -158,21 +156,22 @@ def test_baselines_are_always_priced():
     assert meshes["1F1B alone"] == Plan(pp=8).mesh
     assert meshes["Megatron's layout"] == Plan(tp=4, dp=2).mesh
     # With less memory, Megatron's layout is a pipeline of nodes.
-    smaller = price_baselines(*question, limit_bytes=found["Megatron's layout"].memory.total / 1.6)  # type: ignore[union-attr]
+    limit = found["Megatron's layout"].memory.total / 1.6  # type: ignore[union-attr]
+    smaller = price_baselines(question(pricing, Ask(), limit))
     assert smaller["Megatron's layout"].plan.mesh == Plan(tp=4, pp=2).mesh
     assert isinstance(smaller["data parallelism, zero 0"], Refused)
 
 
 def test_baselines_are_what_they_are_called():
     whole = make_case(devices=4, per_host=4, batch=16, model=Model(((1.0, 4.0, 1.0),), heads=1))
-    found = price_baselines(Ask(), whole.space, whole, limit_bytes=math.inf)
+    found = price_baselines(question(whole, Ask()))
     refused = found["tensor parallelism in a node"]
     assert isinstance(refused, Refused)
     assert refused.problems
     assert "1F1B alone" not in found
     assert found["Megatron's layout"].plan.mesh == Plan(dp=4).mesh
     alone = make_case(devices=1)
-    assert list(price_baselines(Ask(), alone.space, alone, limit_bytes=math.inf)) == ["one device"]
+    assert list(price_baselines(question(alone, Ask()))) == ["one device"]
 
 
 @pytest.mark.parametrize(
@@ -224,24 +223,24 @@ def test_refused_plans_say_what_would_fit():
 def test_where_nothing_fits_the_error_says_the_least_that_would():
     pricing = make_case(devices=2, per_host=2)
     with pytest.raises(PlanError) as error:
-        decide_among(Question(Ask(tp=1, pp=1, cp=1, zero=0), pricing.space, pricing, 45.0))
+        decide_among(question(pricing, Ask(tp=1, pp=1, cp=1, zero=0), 45.0))
     text = str(error.value)
     assert "no plan fits" in text
     assert "states" in text
     assert "memory = " in text
     assert "zero = " in text
     with pytest.raises(PlanError, match="devices = 4"):
-        decide_among(Question(Ask(tp=1, pp=1, cp=1, zero=3), pricing.space, pricing, 30.0))
+        decide_among(question(pricing, Ask(tp=1, pp=1, cp=1, zero=3), 30.0))
 
 
 def test_where_nothing_is_legal_the_cause_comes_first_and_each_remedy_once():
     pricing = make_case(devices=8, per_host=8)
     pricing.space = pricing.space._replace(batch_size=7)
     with pytest.raises(PlanError) as error:
-        decide_among(Question(Ask(pp=1, cp=1), pricing.space, pricing, math.inf))
+        decide_among(question(pricing, Ask(pp=1, cp=1)))
     assert error.value.problems[0].got.startswith("batch_size = 7, dp = 8")
     with pytest.raises(PlanError) as error:
-        decide_among(Question(Ask(shard=3), pricing.space, pricing, math.inf))
+        decide_among(question(pricing, Ask(shard=3)))
     remedies = [each.attempt for each in error.value.problems]
     assert len(set(remedies)) == len(remedies)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fourfold.axes.tensor.rules.dims import marked_dims
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
-from fourfold.planner.search.answer import Question, decide_among
-from fourfold.planner.search.layers import Chain, search_layers
-from tests.decide_cases import FakePricing, Model, Rates, make_case
+from fourfold.planner.search.answer import decide_among
+from fourfold.planner.search.layers import search_layers
+from tests.decide_cases import Model, Rates, make_case, question
 
 MODEL = Model(
     ((1.0, 4.0, 1.0), (8.0, 1.0, 1.0), (1.0, 4.0, 1.0), (2.0, 8.0, 1.0), (1.0, 1.0, 1.0)), dims=("heads", "mlp")
@@ -21,10 +21,6 @@ DIMS = dict.fromkeys(MODEL.dims, True)
 PINNED = {"pp": 2, "dp": 1, "cp": 1, "tp": 2, "zero": 0, "recompute": "none", "microbatches": 4}
 PINNED |= {"sequence_parallel": False, "update": "after", "schedule": "1f1b", "interleave": 1}
 PINNED |= {"max_in_flight": None, "shard": None}
-
-
-def chain_of(pricing: FakePricing, ask: Ask, limit: float = math.inf) -> Chain:
-    return Chain(ask, pricing.space, pricing, limit, DIMS)
 
 
 @pytest.mark.parametrize("tensor", [0.0, 0.4, 3.0])
@@ -36,7 +32,7 @@ def test_it_finds_the_best_stages_and_dims_of_a_small_model(tensor):
     dims = ["", "heads:tp", "mlp:tp", "heads:tp mlp:tp"]
     plans = [Plan.from_dict({**PINNED, "stages": s, "dims": d}) for s, d in itertools.product(texts, dims)]
     best = min(pricing.estimate(plan).seconds for plan in plans)
-    found = search_layers([start], chain_of(pricing, Ask(**PINNED)), budget=200, seed=3)
+    found = search_layers([start], question(pricing, Ask(**PINNED), dims=DIMS), budget=200, seed=3)
     assert found[-1].seconds == pytest.approx(best)
     assert best < start.seconds
 
@@ -54,7 +50,8 @@ def test_it_is_not_slower_than_its_starts_and_depends_on_the_seed_alone(seed, ra
     plans = [Plan(dp=2, tp=2, zero=3, microbatches=4), Plan(pp=2, tp=2, microbatches=4)]
     starts = [found for plan in plans if (found := pricing.estimate(plan)).memory.total <= limit]
     ask = Ask(**pins)
-    first, again = (search_layers(starts, chain_of(pricing, ask, limit), budget=80, seed=seed) for _ in range(2))
+    asked = question(pricing, ask, limit, dims=DIMS)
+    first, again = (search_layers(starts, asked, budget=80, seed=seed) for _ in range(2))
     assert [each.plan for each in first] == [each.plan for each in again]
     assert first[-1].seconds <= min(each.seconds for each in starts)
     for each in first[1:]:
@@ -67,7 +64,7 @@ def test_it_is_not_slower_than_its_starts_and_depends_on_the_seed_alone(seed, ra
 def test_what_is_pinned_does_not_move():
     pricing = make_case(devices=4, model=MODEL)
     start = pricing.estimate(Plan.from_dict({**PINNED, "stages": "1,4"}))
-    found = search_layers([start], chain_of(pricing, Ask(**PINNED, stages="1,4", dims="")), budget=100)
+    found = search_layers([start], question(pricing, Ask(**PINNED, stages="1,4", dims=""), dims=DIMS), budget=100)
     assert found == (start,)
 
 
@@ -77,7 +74,7 @@ def test_it_ends_when_half_of_the_budget_brings_nothing():
     pricing.estimated.clear()
     fixed = dict.fromkeys(("zero", "update", "recompute"))
     ask = Ask(**{name: getattr(Plan(), name) for name in fixed})
-    search_layers([start], Chain(ask, pricing.space, pricing, math.inf), budget=100)
+    search_layers([start], question(pricing, ask), budget=100)
     assert len(pricing.estimated) <= 51
 
 
@@ -85,8 +82,8 @@ def test_a_planner_that_searches_layers_is_not_slower_than_without():
     pricing = make_case(devices=4, model=MODEL)
     pricing.rates = Rates(tensor=0.6)
     ask = Ask(**{**PINNED, "stages": "even"})
-    plain = decide_among(Question(ask.with_changes(dims=""), pricing.space, pricing, math.inf, error=0.0))
-    searched = decide_among(Question(ask, pricing.space, pricing, math.inf, DIMS, error=0.0))
+    plain = decide_among(question(pricing, ask.with_changes(dims=""), error=0.0))
+    searched = decide_among(question(pricing, ask, dims=DIMS, error=0.0))
     assert searched.answer.seconds < plain.answer.seconds
     assert searched.answer.plan.dims
 

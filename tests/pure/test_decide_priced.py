@@ -14,10 +14,9 @@ from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
 from fourfold.planner.predict.prediction import Prediction
-from fourfold.planner.search.answer import PREDICTION_ERROR
-from fourfold.planner.search.decide import best_baseline_on, decide
+from fourfold.planner.search.answer import best_baseline_on, decide
 from fourfold.planner.search.decision import Decision
-from fourfold.planner.search.search import search
+from fourfold.planner.search.search import PREDICTION_ERROR, Question, search
 from fourfold.planner.search.space import Space, groups, make_space, variants
 from fourfold.planner.search.step_pricing import StepPricing
 from fourfold.words.errors import PlanError
@@ -100,7 +99,7 @@ def test_the_optimum_is_that_of_a_full_enumeration(source, prices, ask, fraction
     assume(everything)
     limit = fraction * max(each.memory.total for each in everything.values())
     fits = {plan: each for plan, each in everything.items() if each.memory.total <= limit}
-    found = search(ask, space, pricing, limit_bytes=limit, margin=margin)
+    found = search(Question(ask, space, pricing, limit), margin=margin)
     even = {each.plan for each in found.kept if each.plan.stages == "even"}
     assert even == {plan for plan, each in fits.items() if each.seconds <= found.best * margin}
     assert found.best <= min((each.seconds for each in fits.values()), default=math.inf)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from fourfold.planner.search.decision import Progress
 from fourfold.planner.search.search import CUT_FIELDS, FRONT_RANGE, search
 from fourfold.planner.search.space import groups, variants
 from fourfold.words.errors import PlanError
-from tests.decide_cases import FakePricing, Model, Rates, make_case
+from tests.decide_cases import FakePricing, Model, Rates, make_case, question
 
 ROWS = st.tuples(st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1.0, 4.0]), st.sampled_from([0.2, 2.0]))
 MODELS = st.builds(Model, st.lists(ROWS, min_size=1, max_size=4).map(tuple), ROWS, ROWS, heads=st.sampled_from([2, 4]))
@@ -62,7 +61,7 @@ def enumerate_all(ask: Ask, pricing: FakePricing) -> dict[Plan, Prediction]:
 def test_the_kept_plans_are_those_of_a_full_enumeration(pricing, rates, ask, limit, margin):
     pricing.rates = rates
     fits = {plan: each for plan, each in enumerate_all(ask, pricing).items() if each.memory.total <= limit}
-    found = search(ask, pricing.space, pricing, limit_bytes=limit, margin=margin)
+    found = search(question(pricing, ask, limit), margin=margin)
     # Other divisions than the even one can only make the best plan faster.
     even = {each.plan for each in found.kept if each.plan.stages == "even"}
     wanted = {plan for plan, each in fits.items() if each.seconds <= found.best * margin}
@@ -89,7 +88,7 @@ def test_no_plan_of_a_mesh_that_is_too_slow_is_estimated():
     pricing = make_case(devices=6, per_host=4, batch=8, model=Model(), clip=None)
     pricing.rates = Rates(tensor=20.0)
     progress = Progress()
-    found = search(Ask(), pricing.space, pricing, limit_bytes=math.inf, margin=1.1, progress=progress)
+    found = search(question(pricing, Ask(), progress=progress), margin=1.1)
     slow = [plan for plan in pricing.estimated if pricing.floor(plan) > FRONT_RANGE * found.best * 1.1]
     assert pricing.estimated
     assert slow == []
@@ -100,12 +99,12 @@ def test_no_plan_of_a_mesh_that_is_too_slow_is_estimated():
 
 def test_a_search_without_time_ends_with_what_is_known_and_counts_what_it_left_out():
     pricing = make_case(devices=4)
-    limits: dict[str, Any] = {"limit_bytes": math.inf, "margin": 1.1}
-    whole = search(Ask(), pricing.space, pricing, **limits)
-    late = search(Ask(), pricing.space, pricing, **limits, best=whole.best, deadline=0.0)
+    whole = search(question(pricing, Ask()), margin=1.1)
+    without_time = question(pricing, Ask(), deadline=0.0)
+    late = search(without_time, margin=1.1, best=whole.best)
     assert (late.kept, whole.num_unseen) == ([], 0)
     assert late.num_unseen == len(list(groups(Ask(), pricing.space)))
-    first = search(Ask(), pricing.space, pricing, **limits, deadline=0.0)  # nothing is known yet: until there is a plan
+    first = search(without_time, margin=1.1)  # nothing is known yet: until there is a plan
     assert first.kept
     assert 0 < first.num_unseen < late.num_unseen
 
@@ -115,7 +114,7 @@ def test_what_cut_samples_keep_is_asked_for_only_where_a_plan_may_be_kept():
     pricing = make_case(devices=8, per_host=8, batch=8, model=Model(), clip=1.0)
     pricing.rates = Rates(tensor=0.0, context=0.0, reduce=2.0, gather=2.0)
     ask = Ask(stages="even")
-    search(ask, pricing.space, pricing, limit_bytes=math.inf, margin=1.1)
+    search(question(pricing, ask), margin=1.1)
     asked, pricing.estimated = pricing.estimated, []
     seconds = {plan: each.seconds for plan, each in enumerate_all(ask, pricing).items()}
     limit = 1.1 * min(seconds[plan] for plan in asked if plan.cp == 1)

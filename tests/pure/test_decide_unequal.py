@@ -12,7 +12,7 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier, topology_of
 from fourfold.planner.predict.step import predict_step
-from fourfold.planner.search.decide import decide
+from fourfold.planner.search.answer import decide
 from fourfold.planner.search.step_pricing import host_order, places_of
 from tests.planner_cases import ChainFacts, LinearPrices
 

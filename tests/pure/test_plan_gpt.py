@@ -12,7 +12,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import SHIPPED_ASKS
 from fourfold.planner.predict.clusters import RooflinePrices, load_cluster
 from fourfold.planner.predict.gpt_facts import GptFacts
-from fourfold.planner.search.decide import decide
+from fourfold.planner.search.answer import decide
 from fourfold.words.errors import SettingError
 
 SMALL = ("layers=4", "width=256", "heads=8", "vocabulary=512", "length=128", "batch_size=16")

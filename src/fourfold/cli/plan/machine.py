@@ -39,7 +39,7 @@ from fourfold.planner.predict.calibration import (
 from fourfold.planner.predict.clusters import Cluster, ProductEfficiency, Tier
 from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prices import Prices
-from fourfold.planner.search.answer import PREDICTION_ERROR
+from fourfold.planner.search.search import PREDICTION_ERROR
 from fourfold.words.errors import Problem, SettingError, os_error_text
 
 CALIBRATING = "fourfold plan calibrate"

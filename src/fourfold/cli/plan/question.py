@@ -26,7 +26,7 @@ from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_ASKS
 from fourfold.planner.predict.facts import FactsSource, ModelFacts, Workload
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Decision, Progress
-from fourfold.planner.search.layers import NO_DIMS
+from fourfold.planner.search.search import NO_DIMS
 from fourfold.words.errors import PlanError, Problem, SettingError
 from fourfold.words.field import Field, read_words
 from fourfold.words.mesh import AXES
@@ -101,7 +101,7 @@ class Question:
 
     def decide(self) -> Decision:
         """The best plans. Raises PlanError if none fits."""
-        from fourfold.planner.search.decide import decide
+        from fourfold.planner.search.answer import decide
 
         self.progress.best = None
         self.progress.begin("counting what the model computes")
@@ -120,7 +120,7 @@ class Question:
 
     def _fewer(self, num_devices: int) -> dict[int, Prediction]:
         """The best baselines on 1, 2, 4, … devices, on those numbers where there is one."""
-        from fourfold.planner.search.decide import best_baseline_on
+        from fourfold.planner.search.answer import best_baseline_on
 
         found = {}
         for number in (2**power for power in range((num_devices - 1).bit_length())):

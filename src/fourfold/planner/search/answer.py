@@ -11,6 +11,7 @@ Law: every plan that a change leads to fits, and a refusal names its bytes by ca
 Law: the answer is the simplest plan that is equal to the fastest, and it is not slower than a baseline.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 from fourfold.plan.ask import NONE, Ask
 from fourfold.plan.decode import format_pair
 from fourfold.plan.plan import Plan
+from fourfold.planner.predict.clusters import Cluster
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR
+from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prediction import MemoryParts, Prediction
+from fourfold.planner.predict.prices import Prices
 from fourfold.planner.search.baselines import fitting, price_baselines
 from fourfold.planner.search.decision import Change, Decision, Progress, Refused
-from fourfold.planner.search.layers import NO_DIMS, Chain, search_layers
-from fourfold.planner.search.search import Found, first_fitting, search
-from fourfold.planner.search.space import CHOICES, Space, divisors
-from fourfold.planner.search.step_pricing import Pricing
+from fourfold.planner.search.layers import search_layers
+from fourfold.planner.search.search import NO_DIMS, PREDICTION_ERROR, Found, Question, first_fitting, search
+from fourfold.planner.search.space import CHOICES, Space, divisors, make_space
+from fourfold.planner.search.step_pricing import StepPricing
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.mesh import AXES
 from fourfold.words.units import format_bytes, write_bytes
@@ -65,28 +69,23 @@ class Choice(NamedTuple):
 def choose(
     kept: Sequence[Prediction],
     baselines: Sequence[Prediction],
-    pricing: Pricing,
+    question: Question,
     *,
-    limit_bytes: float,
-    error: float,
     cutoff: float = math.inf,
-    progress: Progress | None = None,
 ) -> Choice:
     """The answer among estimated plans.
 
     baselines  those that the answer must not be slower than; they are among the kept ones
     cutoff     the least estimate of a plan that has not been kept
     """
-    progress = progress or Progress()
-    progress.begin("simulating the best", MAX_SIMULATED + MAX_SIMPLER)
-    simulations = _Simulations(pricing, limit_bytes, progress)
+    simulations = _Simulations(question)
     for each in baselines:
         simulations.add(each)
     not_slower_than = min((each.seconds for each in simulations.fitting), default=math.inf)
     left = simulations.search_fastest(sorted(kept, key=_order))
     answer, fastest = None, simulations.fastest
     while fastest is not None:
-        answer = simulations.simplest_within(min(fastest.seconds * (1 + error), not_slower_than), kept)
+        answer = simulations.simplest_within(min(fastest.seconds * (1 + question.error), not_slower_than), kept)
         if simulations.fastest == fastest:
             break
         fastest = simulations.fastest  # a simpler plan has turned out to be faster still
@@ -104,8 +103,10 @@ def _order(prediction: Prediction) -> tuple[float, Simplicity]:
 class _Simulations:
     """The plans that have been simulated, and how their estimates compare."""
 
-    def __init__(self, pricing: Pricing, limit_bytes: float, progress: Progress) -> None:
-        self._pricing, self._limit, self._progress = pricing, limit_bytes, progress
+    def __init__(self, question: Question) -> None:
+        self._pricing, self._limit = question.pricing, question.limit_bytes
+        self._progress = question.progress or Progress()
+        self._progress.begin("simulating the best", MAX_SIMULATED + MAX_SIMPLER)
         self._by_plan: dict[Plan, Prediction | None] = {}
         self._estimates: list[float] = []
         self.least_ratio = 1.0
@@ -179,24 +180,25 @@ DEVICE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MEMORY_DIGITS = 7  # binary ones, to which the memory that would do is rounded up: less than 2 %
 
 
-def explain_refused(
-    too_large: Sequence[Prediction], ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, best: float
-) -> tuple[Refused, ...]:
+def explain_refused(too_large: Sequence[Prediction], question: Question, *, best: float) -> tuple[Refused, ...]:
     """The fastest plans that do not fit, one of each mesh, if they would be faster than the answer."""
     by_mesh: dict[object, Prediction] = {}
     for each in sorted(too_large, key=lambda each: each.seconds):
         if each.seconds < best:
             by_mesh.setdefault(each.plan.mesh, each)
     fastest = list(by_mesh.values())[:MAX_REFUSED]
-    return tuple(explain(Refused(each.plan, limit_bytes, (), each), ask, space, pricing) for each in fastest)
+    return tuple(explain(Refused(each.plan, question.limit_bytes, (), each), question) for each in fastest)
 
 
-def explain(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Refused:
+def explain(refused: Refused, question: Question) -> Refused:
     """The same refusal with the nearest changes; without any, if memory is not what is wrong."""
     if refused.prediction is None or not refused.excess_bytes:
         return refused
-    changes = [_field_change(refused, ask, space, pricing), memory_change(refused.prediction)]
-    changes.append(_devices_change(refused, pricing, space.num_devices))
+    changes = [
+        _field_change(refused, question),
+        memory_change(refused.prediction),
+        _devices_change(refused, question),
+    ]
     return dataclasses.replace(refused, changes=tuple(change for change in changes if change is not None))
 
 
@@ -215,16 +217,16 @@ def memory_change(prediction: Prediction) -> Change:
     return Change("memory", -(-needed // unit) * unit)
 
 
-def _field_change(refused: Refused, ask: Ask, space: Space, pricing: Pricing) -> Change | None:
+def _field_change(refused: Refused, question: Question) -> Change | None:
     """Of the changes of one open field with which the plan fits, the one that leaves it fastest."""
     timed = [
         (terms.total, name, value, plan)
-        for name, value, plan in _neighbours(refused.plan, ask, space)
-        if (terms := _priced(pricing.terms, plan)) is not None
+        for name, value, plan in _neighbours(refused.plan, question.ask, question.space)
+        if (terms := _priced(question.pricing.terms, plan)) is not None
     ]
     # What a rank holds is long to count: the fastest first, until one fits.
     for _, name, value, plan in sorted(timed, key=lambda each: each[0]):
-        found = _priced(pricing.estimate, plan)
+        found = _priced(question.pricing.estimate, plan)
         if found is not None and found.memory.total <= refused.limit_bytes:
             return Change(name, value, found)
     return None
@@ -250,25 +252,23 @@ def _neighbours(plan: Plan, ask: Ask, space: Space) -> Iterator[tuple[str, Any, 
                 yield name, value, changed_plan
 
 
-def _devices_change(refused: Refused, pricing: Pricing, num_devices: int) -> Change | None:
+def _devices_change(refused: Refused, question: Question) -> Change | None:
     """The fewest devices with which the plan fits, if more data ranks share what it splits among them."""
     if not refused.plan.zero:
         return None
-    for factor in DEVICE_FACTORS:
-        plan = dataclasses.replace(refused.plan, dp=refused.plan.dp * factor)
-        larger = _on_devices(pricing, num_devices * factor)
-        found = None if larger is None else _priced(larger.estimate, plan)
+    for factor, larger in _larger(question):
+        found = _priced(larger.pricing.estimate, dataclasses.replace(refused.plan, dp=refused.plan.dp * factor))
         if found is not None and found.memory.total <= refused.limit_bytes:
-            return Change("devices", num_devices * factor, found)
+            return Change("devices", larger.space.num_devices, found)
     return None
 
 
-def _on_devices(pricing: Pricing, num_devices: int) -> Pricing | None:
-    """None: the machine cannot have as many."""
-    try:
-        return pricing.on_devices(num_devices)
-    except PlanError:
-        return None
+def _larger(question: Question) -> Iterator[tuple[int, Question]]:
+    """The question on more devices, as many times as many as the machine can have."""
+    for factor in DEVICE_FACTORS:
+        space = question.space._replace(num_devices=question.space.num_devices * factor)
+        with contextlib.suppress(PlanError):
+            yield factor, question.within(space=space, pricing=question.pricing.on_devices(space.num_devices))
 
 
 def _priced(price: Callable[[Plan], _T], plan: Plan) -> _T | None:
@@ -282,30 +282,26 @@ def _priced(price: Callable[[Plan], _T], plan: Plan) -> _T | None:
 # ---- nothing fits ----------------------------------------------------------------------------------
 
 
-def nothing_fits(
-    too_large: Sequence[Prediction], ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float
-) -> list[Problem]:
+def nothing_fits(too_large: Sequence[Prediction], question: Question) -> list[Problem]:
     """The plan that holds least, and the least memory, devices or field with which something would fit."""
     leanest = min(too_large, key=lambda each: each.memory.total)
     changes = [memory_change(leanest)]
-    for factor in DEVICE_FACTORS:
-        more = space._replace(num_devices=space.num_devices * factor)
-        larger = _on_devices(pricing, more.num_devices)
-        if larger is not None and first_fitting(ask, more, larger, limit_bytes) is not None:
-            changes.append(Change("devices", more.num_devices))
-            break
-    changes += _unpinned(ask, space, pricing, limit_bytes)
-    problem = memory_problem(leanest.memory, limit_bytes, ", or ".join(map(change_text, changes)))
+    enough = (larger for _, larger in _larger(question) if first_fitting(larger) is not None)
+    if (larger := next(enough, None)) is not None:
+        changes.append(Change("devices", larger.space.num_devices))
+    changes += _unpinned(question)
+    problem = memory_problem(leanest.memory, question.limit_bytes, ", or ".join(map(change_text, changes)))
     plan = ", ".join(leanest.plan.to_toml().splitlines()[1:])
     return [problem._replace(got=f"no plan fits; the one that holds least ({plan or 'one device'}): {problem.got}")]
 
 
-def _unpinned(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> Iterator[Change]:
+def _unpinned(question: Question) -> Iterator[Change]:
     """The pinned fields, each of which alone stands in the way: with another value something fits."""
+    ask = question.ask
     for name in ask.pinned:
         if name in CHOICES:
             freed = Ask(**{**dict.fromkeys(ask.requested, "auto"), **ask.pinned, name: "auto"})
-            plan = first_fitting(freed, space, pricing, limit_bytes)
+            plan = first_fitting(question.within(ask=freed))
             if plan is not None:
                 yield Change(name, getattr(plan, name))
 
@@ -335,51 +331,87 @@ def time_memory_front(estimated: Iterable[Prediction]) -> tuple[Prediction, ...]
 # ---- answer --------------------------------------------------------------------------------------------------------
 
 
-PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
+def decide(
+    ask: Ask,
+    source: FactsSource,
+    prices: Prices,
+    cluster: Cluster,
+    *,
+    dims: Mapping[str, bool] = NO_DIMS,
+    error: float | None = None,
+    progress: Progress | None = None,
+    deadline: float = math.inf,
+) -> Decision:
+    """The best plan for a task, the others that come close, and why.
 
+    dims   that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`:
+           `marked_dims` of `axes/tensor/rules/dims.py`
+    deadline  of `time.monotonic`: the search ends with what it has by then
+    error  of a prediction: plans that are closer count as equal, and the simplest is the answer; None: the cluster's
 
-class Question(NamedTuple):
-    """What `decide_among` needs.
-
-    limit_bytes  what a rank may hold
-    dims         that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`
-    error        of a prediction
-    deadline     of `time.monotonic`: the search ends with what it has by then
+    Raises PlanError, with all problems, if no plan is legal, or with the least that would fit, if none fits.
     """
+    if error is None:
+        error = cluster.prediction_error or PREDICTION_ERROR
+    question = _question(ask, source, prices, cluster)
+    decision = decide_among(question._replace(dims=dims, error=error, deadline=deadline, progress=progress))
+    return dataclasses.replace(
+        decision,
+        host_order=question.pricing.host_order(decision.answer.plan),
+        is_error_known=cluster.prediction_error > 0,
+    )
 
-    ask: Ask
-    space: Space
-    pricing: Pricing
-    limit_bytes: float
-    dims: Mapping[str, bool] = NO_DIMS
-    error: float = PREDICTION_ERROR
-    deadline: float = math.inf
+
+def best_baseline_on(
+    num_devices: int, ask: Ask, source: FactsSource, prices: Prices, cluster: Cluster
+) -> Prediction | None:
+    """The fastest baseline on so many devices; None: none fits and has what the ask pins, or there are not as many."""
+    try:
+        question = _question(ask.with_changes(devices=num_devices), source, prices, cluster)
+        best = min(fitting(price_baselines(question)), key=lambda each: each.seconds, default=None)
+        return None if best is None else question.pricing.simulate(best.plan)
+    except PlanError:  # axes that are pinned make more devices
+        return None
 
 
-def decide_among(question: Question, progress: Progress | None = None) -> Decision:
+def _question(ask: Ask, source: FactsSource, prices: Prices, cluster: Cluster) -> Question:
+    if ask.devices is not None:
+        cluster = cluster.resized(ask.devices)
+    ask = ask.with_changes(devices=cluster.num_devices)
+    alone = Plan.from_dict({name: value for name, value in ask.pinned.items() if name == "precision"})
+    space = make_space(
+        source.facts(alone),
+        num_devices=cluster.num_devices,
+        devices_per_host=cluster.devices_per_host,
+        batch_size=source.batch_size,
+        clip=source.update_spec.clip,
+        traits=source.traits,
+    )
+    limit_bytes = float(ask.memory_bytes or cluster.memory_bytes)
+    return Question(ask, space, StepPricing(source, prices, cluster), limit_bytes)
+
+
+def decide_among(question: Question) -> Decision:
     """The answer among all plans of the space. Raises PlanError if none is legal, or none fits."""
-    ask, space, pricing, limit = question[:4]
-    progress = progress or Progress()
-    baselines = price_baselines(ask, space, pricing, limit_bytes=limit, progress=progress)
+    pricing = question.pricing
+    baselines = price_baselines(question)
     priced = list(fitting(baselines))
-    found = _search(question, priced, progress)
+    found = _search(question, priced)
     if not found.kept and not priced:
         raise PlanError(_why_nothing(found, question), where="the ask")
     kept = _with_single_layers(_distinct([*found.kept, *priced]), question)
-    cutoff = min(each.seconds for each in kept) * _margin(question)
-    choice = choose(kept, priced, pricing, limit_bytes=limit, error=question.error, cutoff=cutoff, progress=progress)
+    best = min(each.seconds for each in kept)
+    choice = choose(kept, priced, question, cutoff=best * _margin(question))
     if not choice.ranked:
         problems = [problem for each in kept for problem in pricing.problems(each.plan)]
         raise PlanError(problems or Problem("no plan whose program fits"), where="the ask")
-    progress.begin("saying why")
+    if question.progress is not None:
+        question.progress.begin("saying why")
     simulated = {each.plan: each for each in choice.ranked}
-    refused = explain_refused(
-        found.too_large, ask, space, pricing, limit_bytes=limit, best=min(each.seconds for each in kept)
-    )
     return Decision(
         choice.ranked,
         {name: _final(each, simulated, question) for name, each in baselines.items()},
-        refused,
+        explain_refused(found.too_large, question, best=best),
         time_memory_front([*found.front, *kept]),
         question.error,
         choice.bound,
@@ -388,18 +420,14 @@ def decide_among(question: Question, progress: Progress | None = None) -> Decisi
     )
 
 
-def _search(question: Question, priced: list[Prediction], progress: Progress) -> Found:
+def _search(question: Question, priced: list[Prediction]) -> Found:
     """The search within hosts, and beyond them if nothing fits."""
-    ask, space, pricing, limit = question[:4]
-    best = min((each.seconds for each in priced), default=float("inf"))
     margin = _margin(question)
-    found = search(
-        ask, space, pricing, limit_bytes=limit, margin=margin, best=best, progress=progress, deadline=question.deadline
-    )
-    if found.kept or priced or not ask.is_open("tp"):
+    found = search(question, margin=margin, best=min((each.seconds for each in priced), default=math.inf))
+    if found.kept or priced or not question.ask.is_open("tp"):
         return found
-    across_hosts = space._replace(devices_per_host=None)
-    beyond = search(ask, across_hosts, pricing, limit_bytes=limit, margin=margin, progress=progress)
+    across_hosts = question.space._replace(devices_per_host=None)
+    beyond = search(question._replace(space=across_hosts, deadline=math.inf), margin=margin)
     return beyond if beyond.kept else found
 
 
@@ -415,8 +443,7 @@ def _with_single_layers(kept: list[Prediction], question: Question) -> list[Pred
     best = sorted(kept, key=lambda each: each.seconds)
     by_mesh = list({each.plan.mesh: each for each in reversed(best)}.values())
     starts = sorted(by_mesh, key=lambda each: each.seconds)[:3]
-    chain = Chain(question.ask, question.space, question.pricing, question.limit_bytes, question.dims)
-    return _distinct([*kept, *search_layers(starts, chain)])
+    return _distinct([*kept, *search_layers(starts, question)])
 
 
 def _distinct(predictions: Iterable[Prediction]) -> list[Prediction]:
@@ -429,7 +456,7 @@ def _final(
 ) -> Prediction | Refused:
     """A baseline as simulated; a refused one with the nearest changes."""
     if isinstance(each, Refused):
-        return explain(each, question.ask, question.space, question.pricing)
+        return explain(each, question)
     if each.plan in simulated:
         return simulated[each.plan]
     refused = Refused(each.plan, question.limit_bytes, tuple(question.pricing.problems(each.plan)), each)
@@ -437,9 +464,9 @@ def _final(
 
 
 def _why_nothing(found: Found, question: Question) -> list[Problem]:
-    ask, space, pricing, limit = question[:4]
+    ask, space = question.ask, question.space
     if found.too_large:
-        return nothing_fits(found.too_large, ask, space, pricing, limit_bytes=limit)
+        return nothing_fits(found.too_large, question)
     if problems := [*_problems_of_plain(ask, space), *found.problems]:
         by_remedy = {each.attempt or each.got: each for each in reversed(problems)}  # the first of each
         return [each for each in problems if by_remedy.get(each.attempt or each.got) is each]

@@ -8,16 +8,15 @@ across nodes, just large enough to fit; data parallelism with the rest.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fourfold.plan.ask import AUTO, Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Progress, Refused
-from fourfold.planner.search.search import Found, search
+from fourfold.planner.search.search import Found, Question, search
 from fourfold.planner.search.space import CHOICES, Space, divisors
-from fourfold.planner.search.step_pricing import Pricing
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.field import value_text
 
@@ -29,20 +28,9 @@ EVEN_STAGES = {"stages": "even"}
 Pins = Mapping[str, Any]
 
 
-class _Question(NamedTuple):
-    """What is asked, of what, on what."""
-
-    ask: Ask
-    space: Space
-    pricing: Pricing
-    limit_bytes: float
-
-
-def price_baselines(
-    ask: Ask, space: Space, pricing: Pricing, *, limit_bytes: float, progress: Progress | None = None
-) -> dict[str, Prediction | Refused]:
+def price_baselines(question: Question) -> dict[str, Prediction | Refused]:
     """The best plan of each baseline, estimated. One that differs from what the ask pins is refused, with its price."""
-    question, progress = _Question(ask, space, pricing, limit_bytes), progress or Progress()
+    space, progress = question.space, question.progress or Progress()
     one_device: list[Pins] = [{**ALONE, "dp": 1, "zero": 0}]
     families = {ONE_DEVICE: one_device} if space.num_devices == 1 else _families(space)
     found: dict[str, Prediction | Refused | None] = {}
@@ -77,7 +65,7 @@ def _tensor_sizes(space: Space) -> list[int]:
     return list(reversed(CHOICES["tp"](space, {})))
 
 
-def _megatron(question: _Question) -> Prediction | Refused | None:
+def _megatron(question: Question) -> Prediction | Refused | None:
     """The shortest pipeline of full nodes that fits. If none does, the one that comes closest."""
     refused: list[Refused] = []
     for pins in sorted(_megatron_layouts(question.space), key=lambda pins: len(_conflicts(pins, question.ask))):
@@ -101,7 +89,7 @@ def _megatron_layouts(space: Space) -> Iterator[Pins]:
                 yield {**mesh, "zero": 0, **EVEN_STAGES}
 
 
-def _best_of(families: list[Pins], question: _Question) -> Prediction | Refused | None:
+def _best_of(families: list[Pins], question: Question) -> Prediction | Refused | None:
     """The fastest plan of the first family that the model allows, those that agree with the ask first."""
     refused = None
     for pins in sorted(families, key=lambda pins: len(_conflicts(pins, question.ask))):
@@ -116,7 +104,7 @@ def _best_of(families: list[Pins], question: _Question) -> Prediction | Refused 
     return refused
 
 
-def _refused(found: Found, question: _Question, conflicts: tuple[Problem, ...]) -> Refused:
+def _refused(found: Found, question: Question, conflicts: tuple[Problem, ...]) -> Refused:
     best = min(found.kept, key=lambda each: each.seconds, default=None) or min(
         found.too_large, key=lambda each: each.memory.total
     )
@@ -136,7 +124,7 @@ def _conflicts(pins: Pins, ask: Ask) -> list[Problem]:
     ]
 
 
-def _search(pins: Pins, question: _Question) -> Found:
+def _search(pins: Pins, question: Question) -> Found:
     """The plans of a family."""
     ask = question.ask
     others = {name: getattr(Plan(), name) for name in CHOICES if name not in (*pins, *OPEN)}
@@ -144,7 +132,7 @@ def _search(pins: Pins, question: _Question) -> Found:
         family = Ask(**{**others, **dict.fromkeys(ask.requested, AUTO), **ask.pinned, **pins})
     except PlanError as error:  # such as zero = 0, where the ask pins shard
         return Found(problems=dict.fromkeys(error.problems))
-    return search(family, question.space, question.pricing, limit_bytes=question.limit_bytes, margin=1.0)
+    return search(question.within(ask=family), margin=1.0)
 
 
 def fitting(baselines: Mapping[str, Prediction | Refused]) -> Iterator[Prediction]:

@@ -13,7 +13,7 @@ the rest of the memory, what is exposed, and the update; of one mesh and `recomp
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.planner.predict.prediction import Prediction, StepTerms
 from fourfold.planner.search.decision import Progress
 from fourfold.planner.search.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
-from fourfold.planner.search.step_pricing import Pricing
+from fourfold.planner.search.step_pricing import StepPricing
 from fourfold.words.errors import PlanError, Problem
 
 MESH_FIELDS = tuple(name for name in GROUP_FIELDS if name not in ("microbatches", "recompute"))
@@ -35,6 +35,34 @@ FRONT_RANGE = 2.0  # plans slower than this factor of the best are not worth the
 MAX_FRONT_GROUPS = 2000
 ROUNDING = 1 + 1e-9  # of sums in another order
 _T = TypeVar("_T")
+
+
+PREDICTION_ERROR = 0.05  # of a step: what `bench.predict` aims at in the mean
+NO_DIMS: Mapping[str, bool] = {}
+
+
+class Question(NamedTuple):
+    """What is asked, among which plans, on what.
+
+    limit_bytes  what a rank may hold
+    dims         that the task's tensor rules name, and whether they are on the tensor axis without a plan's `dims`
+    error        of a prediction
+    deadline     of `time.monotonic`: no group is begun after it, if a plan has been found by then
+    progress     None: nobody waits for it
+    """
+
+    ask: Ask
+    space: Space
+    pricing: StepPricing
+    limit_bytes: float
+    dims: Mapping[str, bool] = NO_DIMS
+    error: float = PREDICTION_ERROR
+    deadline: float = math.inf
+    progress: Progress | None = None
+
+    def within(self, **changes: Any) -> "Question":
+        """A question that is a part of this one: it takes the time that it takes, and shows no progress of its own."""
+        return self._replace(deadline=math.inf, progress=None, **changes)
 
 
 @dataclass
@@ -88,33 +116,22 @@ class _Mesh:
         self.smallest = {name: smallest[name] for name in reversed(RECOMPUTES) if name in smallest}
 
 
-def search(
-    ask: Ask,
-    space: Space,
-    pricing: Pricing,
-    *,
-    limit_bytes: float,
-    margin: float,
-    best: float = math.inf,
-    progress: Progress | None = None,
-    deadline: float = math.inf,
-) -> Found:
+def search(question: Question, *, margin: float, best: float = math.inf) -> Found:
     """The plans of an ask that fit and are within the margin of the best.
 
-    best      the seconds of a plan that is known already; infinite: none
-    deadline  of `time.monotonic`: no group is begun after it, if a plan has been found by then
+    best  the seconds of a plan that is known already; infinite: none
     """
-    searcher = _Searcher(ask, space, pricing, limit_bytes, margin, best, progress)
-    searcher.run(deadline)
+    searcher = _Searcher(question, margin, best)
+    searcher.run()
     found = searcher.found
     limit = min(found.best, best) * margin
     found.kept = [each for each in found.kept if each.seconds <= limit]
     return found
 
 
-def first_fitting(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) -> Plan | None:
+def first_fitting(question: Question) -> Plan | None:
     """Some plan of an ask that fits; None: there is none."""
-    searcher = _Searcher(ask, space, pricing, limit_bytes, 1.0, math.inf)
+    searcher = _Searcher(question, 1.0, math.inf)
     for mesh in searcher.meshes():
         if any(map(searcher.has_lean, mesh.smallest.values())) and searcher.found.kept:
             return searcher.found.kept[0].plan
@@ -124,41 +141,30 @@ def first_fitting(ask: Ask, space: Space, pricing: Pricing, limit_bytes: float) 
 class _Searcher:
     """One pass over the groups, most promising first."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        space: Space,
-        pricing: Pricing,
-        limit_bytes: float,
-        margin: float,
-        best: float,
-        progress: Progress | None = None,
-    ) -> None:
-        self._ask, self._space, self._pricing = ask, space, pricing
-        self._progress = progress or Progress()
-        self._limit, self._margin, self._best = limit_bytes, margin, best
+    def __init__(self, question: Question, margin: float, best: float) -> None:
+        self._ask, self._space, self._pricing, self._limit = question[:4]
+        self._deadline, self._progress = question.deadline, question.progress or Progress()
+        self._margin, self._best = margin, best
         self.found = Found()
         self._estimates: dict[tuple[tuple[str, Any], ...], Prediction | None] = {}
         # By mesh and recompute: the most microbatches, so the smallest ones, with which the lean variant does not fit.
         self._too_large: dict[tuple[Any, ...], int] = {}
 
-    def run(self, deadline: float = math.inf) -> None:
+    def run(self) -> None:
         explored, num_left = set[tuple[Any, ...]](), MAX_FRONT_GROUPS
         # What ranks compute and hold is long to count: of samples that are cut, only for plans that may be kept.
         meshes = [list(each) for _, each in itertools.groupby(groups(self._ask, self._space), key=_mesh_of)]
         for is_cut in (False, True):
             of_cut = [members for members in meshes if (members[0]["cp"] > 1) == is_cut]
-            num_left = self._run_meshes(of_cut, explored, num_left, deadline)
+            num_left = self._run_meshes(of_cut, explored, num_left)
 
-    def _run_meshes(
-        self, meshes: Sequence[Sequence[Fields]], explored: set[tuple[Any, ...]], num_left: int, deadline: float
-    ) -> int:
+    def _run_meshes(self, meshes: Sequence[Sequence[Fields]], explored: set[tuple[Any, ...]], num_left: int) -> int:
         """Explore the groups of some meshes. Returns how many more may be looked at for the front alone."""
         self._progress.begin("counting what ranks compute", len(meshes))
         queue: list[tuple[_Group, _Mesh]] = []
         for members in meshes:
             self._progress.done += 1
-            if self._is_late(deadline):
+            if self._is_late():
                 self.found.num_unseen += len(members)
                 continue
             mesh = self._mesh(members)
@@ -166,7 +172,7 @@ class _Searcher:
         self._progress.begin("searching", len(queue))
         for group, mesh in sorted(queue, key=lambda pair: pair[0].floor):
             self._progress.done += 1
-            if self._is_late(deadline):
+            if self._is_late():
                 self.found.num_unseen += self._may_be_kept(group.floor)
                 continue
             cut = tuple(group.fields[name] for name in CUT_FIELDS)
@@ -183,8 +189,8 @@ class _Searcher:
                 self._estimate_fastest(group, timed)
         return num_left
 
-    def _is_late(self, deadline: float) -> bool:
-        return self._best < math.inf and time.monotonic() > deadline
+    def _is_late(self) -> bool:
+        return self._best < math.inf and time.monotonic() > self._deadline
 
     def meshes(self) -> Iterator[_Mesh]:
         for _, members in itertools.groupby(groups(self._ask, self._space), key=_mesh_of):

@@ -32,7 +32,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fourfold.plan.check import legality_problems
 from fourfold.plan.lowering import lower
@@ -227,49 +227,6 @@ def _keep(kept: list[_Label], new: _Label) -> None:
     kept.append(new)
 
 
-# ---- pricing -------------------------------------------------------------------------------------------------------
-
-
-class Pricing(Protocol):
-    """What plans take on a machine. Everything but `problems` raises PlanError for a plan that the model refuses."""
-
-    def on_devices(self, num_devices: int) -> "Pricing":
-        """The same machine with so many devices. Raises PlanError if it cannot have as many."""
-        ...
-
-    def floor(self, plan: Plan) -> float:
-        """Whatever the schedule, zero, shard and update of the plan are."""
-        ...
-
-    def problems(self, plan: Plan) -> list[Problem]:
-        """Why the plan cannot be carried out."""
-        ...
-
-    def stage_blocks(self, plan: Plan) -> Sequence[range]:
-        """By stage: the blocks that it computes."""
-        ...
-
-    def balance(self, plan: Plan) -> float:
-        """What the places of the pipeline compute in the mean, over what the busiest one computes."""
-        ...
-
-    def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
-        """Values of `stages` that are better for the plan than its own, if it has several stages."""
-        ...
-
-    def terms(self, plan: Plan) -> StepTerms:
-        """Of its estimate: what a rank holds takes longer to find out."""
-        ...
-
-    def estimate(self, plan: Plan) -> Prediction: ...
-
-    def simulate(self, plan: Plan) -> Prediction: ...
-
-    def slowdown(self) -> float:
-        """By what computing is slower while a rank communicates: an estimate may contain it, a floor does not."""
-        ...
-
-
 # ---- unequal hosts -------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +309,10 @@ class _Counted(NamedTuple):
 
 
 class StepPricing:
-    """The `Pricing` of a task on all devices of a cluster."""
+    """What plans of a task take on all devices of a cluster.
+
+    Everything but `problems` and `slowdown` raises PlanError for a plan that the model refuses.
+    """
 
     def __init__(self, source: FactsSource, prices: Prices, cluster: Cluster) -> None:
         self._source, self._prices, self._cluster = source, prices, cluster
@@ -367,12 +327,15 @@ class StepPricing:
         self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
     def on_devices(self, num_devices: int) -> "StepPricing":
+        """The same machine with so many devices. Raises PlanError if it cannot have as many."""
         return StepPricing(self._source, self._prices, self._cluster.resized(num_devices))
 
     def slowdown(self) -> float:
+        """By what computing is slower while a rank communicates: an estimate may contain it, a floor does not."""
         return self._prices.slowdown()
 
     def floor(self, plan: Plan) -> float:
+        """Whatever the schedule, zero, shard and update of the plan are."""
         samples = self._samples(plan)
         alike = _alike(plan)
         key = (*alike, plan.recompute, samples)
@@ -397,9 +360,11 @@ class StepPricing:
         return self._segment_seconds[key]
 
     def problems(self, plan: Plan) -> list[Problem]:
+        """Why the plan cannot be carried out."""
         return legality_problems(plan, self._source.specs(plan), self._topology, self._source.update_spec)
 
     def terms(self, plan: Plan) -> StepTerms:
+        """Of its estimate: what a rank holds takes longer to find out."""
         return self._estimator.terms(plan, self._speeds(plan))
 
     def estimate(self, plan: Plan) -> Prediction:
@@ -447,15 +412,19 @@ class StepPricing:
     # ---- stages ------------------------------------------------------------------------------------
 
     def stage_blocks(self, plan: Plan) -> Sequence[range]:
+        """By stage: the blocks that it computes."""
         return self._source.stage_blocks(plan)
 
     def balance(self, plan: Plan) -> float:
+        """What the places of the pipeline compute in the mean, over what the busiest one computes."""
         places, seconds = self._places(plan.pp), self._place_seconds(plan)
         slowest = max(each / places.kinds[kind].speed for each, kind in zip(seconds, self._kinds(plan), strict=True))
         return sum(seconds) / places.total_speed / slowest
 
     def divisions(self, plan: Plan, limit_bytes: float) -> list[str]:
-        """The best division by the estimate's own bytes, unless that of the plan is as good."""
+        """Values of `stages` that are better for a plan with several stages than its own: the best one by the bytes of
+        its estimate, unless its own is as good.
+        """
         places = self._places(plan.pp)
         if plan.interleave > 1 and len(places.kinds) > 1:
             return []  # a place has stages at several positions of the chain
