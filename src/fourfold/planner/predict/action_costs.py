@@ -28,6 +28,7 @@ from fourfold.planner.predict.facts import ModelFacts, SegmentFacts
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import Prices
 from fourfold.planner.predict.stage_seconds import ZERO, SegmentPricer, StageSeconds, stage_seconds, stage_segments
+from fourfold.planner.remembered import remembered
 from fourfold.words.program import Action, Verb, bucket_of
 
 # ---- gather stalls -------------------------------------------------------------------------------------------------
@@ -116,7 +117,6 @@ class PlaceCosts:
         self.buckets = BucketPrices(job.blueprint, group, job.prices)
         self._sizes, self._segments = job.microbatch_sizes, job.segments
         self._speed = job.speeds[group.stage.stage] if job.speeds else 1.0
-        self._stages: dict[tuple[int, int], StageSeconds] = {}
         self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
 
     def of(self, actions: Sequence[Action]) -> "ProgramCosts":
@@ -127,11 +127,11 @@ class PlaceCosts:
 
     def stage(self, action: Action) -> StageSeconds:
         """What the stage of a forward or backward computes with its microbatch."""
-        size = self._sizes[action.index % len(self._sizes)]
-        key = action.stage, size
-        if key not in self._stages:
-            self._stages[key] = stage_seconds(self._segments[action.stage], self._pricer, size, speed=self._speed)
-        return self._stages[key]
+        return self._stage(action.stage, self._sizes[action.index % len(self._sizes)])
+
+    @remembered()
+    def _stage(self, stage: int, num_samples: int) -> StageSeconds:
+        return stage_seconds(self._segments[stage], self._pricer, num_samples, speed=self._speed)
 
     def gradient_seconds(self, action: Action) -> float:
         """What a backward takes to put its gradients into their buckets."""

@@ -14,6 +14,7 @@ from fourfold.planner.predict.bucket_collectives import BucketCollectives, colle
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.stage_seconds import ZERO
+from fourfold.planner.remembered import remembered
 from fourfold.words.layout import SPLIT, Change
 from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action
 
@@ -48,32 +49,25 @@ class BucketPrices:
         self.collectives = BucketCollectives(blueprint, group, prices)
         self._bytes = bytes_by_bucket(self._plan, group.stage, blueprint.update_spec)
         self._sizes = sizes or place_sizes(group.stage)
-        self._gradient_seconds: dict[tuple[int, bool], float] = {}
         self._between = prices.between_actions()
 
     @property
     def num_buckets(self) -> int:
         return len(self._group.buckets)
 
+    @remembered(lambda _, stage, *, is_first: (stage, is_first))
     def gradient_seconds(self, stage: int, *, is_first: bool) -> float:
         """Copying the gradients of a step's first backward to their buckets, and adding those of later ones."""
-        key = stage, is_first
-        if key not in self._gradient_seconds:
-            self._gradient_seconds[key] = self._price_gradients(
-                self._sizes.made[stage], self._sizes.kept[stage], is_first
-            )
-        return self._gradient_seconds[key]
-
-    def gradient_seconds_of_place(self, *, is_first: bool) -> float:
-        """The same of a microbatch on all stages of the place."""
-        return sum(self.gradient_seconds(stage, is_first=is_first) for stage in self._sizes.made)
-
-    def _price_gradients(self, made: int, kept: int, is_first: bool) -> float:
+        made, kept = self._sizes.made[stage], self._sizes.kept[stage]
         if self._blueprint.has_unbucketed_grads:
             # A second half adds its products to the gradients while it makes them.
             return 0.0 if is_first or self._plan.divides_backward else self._prices.memory_pass(3 * made)
         copies = is_first or self._group.resting_layouts.gradient == SPLIT
         return self._prices.memory_pass(made + (1 if copies else 2) * kept)
+
+    def gradient_seconds_of_place(self, *, is_first: bool) -> float:
+        """The same of a microbatch on all stages of the place."""
+        return sum(self.gradient_seconds(stage, is_first=is_first) for stage in self._sizes.made)
 
     # ---- buckets --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.memory import resting_memory
 from fourfold.planner.predict.prediction import MemoryParts
 from fourfold.planner.predict.prices import Prices
+from fourfold.planner.remembered import remembered
 from fourfold.words.program import GRAD_NORM, TRUST_NORMS, USED_PARAMS, Action, Verb
 
 BUCKET_FIELDS = ("tp", "dims", "pp", "interleave", "stages", "precision", "reduce_dtype", "bucket_bytes", "codec")
@@ -135,65 +136,50 @@ def _place_key(plan: Plan) -> tuple[object, ...]:
     return (data_key(plan), frees_early, (plan.schedule, plan.pipeline_spec) if plan.is_asynchronous else None)
 
 
+def _own_place(plan: Plan, place: int) -> int:
+    """What a place costs and holds in particular: whether it is the last one, or which it is."""
+    return place if plan.is_asynchronous else place == plan.pp - 1 > 0
+
+
 class BucketTable:
     """The data axis of the plans of one search."""
 
     def __init__(self, source: FactsSource, prices: Prices, topology: Topology) -> None:
         self._source, self._prices, self._topology = source, prices, topology
-        self._hosts: dict[tuple[int, int, str], GroupHosts] = {}
-        self._stages: dict[tuple[object, ...], _Stages] = {}
-        self._data: dict[tuple[object, ...], BucketKinds] = {}
-        # Pipelines of other lengths, and with other schedules, have places with the same buckets.
-        self._places: dict[tuple[object, ...], PlaceData] = {}
 
-    def of(self, plan: Plan) -> BucketKinds:
-        """What the places of a plan cost."""
-        key = (bucket_key(plan), _place_key(plan))
-        if key not in self._data:
-            self._data[key] = self._make(plan)
-        return self._data[key]
-
+    @remembered(lambda _, plan: (plan.tp, plan.reduce_group_size, plan.transport))
     def hosts(self, plan: Plan) -> GroupHosts:
         """The hosts of the ranks that sum gradients; those of the first place stand for all."""
-        key = plan.tp, plan.reduce_group_size, plan.transport
-        if key not in self._hosts:
-            ranks = range(0, plan.tp * plan.reduce_group_size, plan.tp)
-            self._hosts[key] = group_hosts(self._topology, ranks, transport=plan.transport)
-        return self._hosts[key]
+        ranks = range(0, plan.tp * plan.reduce_group_size, plan.tp)
+        return group_hosts(self._topology, ranks, transport=plan.transport)
 
-    def _make(self, plan: Plan) -> BucketKinds:
+    @remembered(lambda _, plan: (bucket_key(plan), _place_key(plan)))
+    def of(self, plan: Plan) -> BucketKinds:
+        """What the places of a plan cost."""
         hosts = self.hosts(plan)
         places, kinds = self._stages_of(plan, is_sent=hosts.num_hosts > 1 or plan.codec != "none")
         if plan.is_asynchronous:  # each place keeps as many versions of its weights as no other one
             kinds = tuple(range(plan.pp))
         first_places = tuple(dict.fromkeys(kinds))
         numbers = {place: number for number, place in enumerate(first_places)}
-        data = tuple(self._place_once(plan, places[place], hosts) for place in first_places)
+        data = tuple(self._place(plan, places[place], hosts) for place in first_places)
         return BucketKinds(data, tuple(numbers[place] for place in kinds), first_places)
 
+    @remembered(lambda _, plan, *, is_sent: (bucket_key(plan), is_sent))
     def _stages_of(self, plan: Plan, *, is_sent: bool) -> _Stages:
-        key = (*bucket_key(plan), is_sent)
-        if key not in self._stages:
-            stored: list[list[ParamSpec]] = [[] for _ in range(plan.pp)]
-            for spec in self._source.specs(plan):
-                stored[spec.stage % plan.pp].append(spec.at(0))
-            excluded = self._source.update_spec.full_precision_params
-            places = tuple(_place_buckets(plan, place, own, excluded, is_sent) for place, own in enumerate(stored))
-            signatures = [each.signature for each in places]
-            kinds = [signatures.index(each) for each in signatures]
-            if plan.pp > 1 and any(spec.is_tied for own in stored for spec in own):
-                kinds[-1] = plan.pp - 1  # holds a copy of the tied weights
-            self._stages[key] = _Stages(places, tuple(kinds))
-        return self._stages[key]
+        stored: list[list[ParamSpec]] = [[] for _ in range(plan.pp)]
+        for spec in self._source.specs(plan):
+            stored[spec.stage % plan.pp].append(spec.at(0))
+        excluded = self._source.update_spec.full_precision_params
+        places = tuple(_place_buckets(plan, place, own, excluded, is_sent) for place, own in enumerate(stored))
+        signatures = [each.signature for each in places]
+        kinds = [signatures.index(each) for each in signatures]
+        if plan.pp > 1 and any(spec.is_tied for own in stored for spec in own):
+            kinds[-1] = plan.pp - 1  # holds a copy of the tied weights
+        return _Stages(places, tuple(kinds))
 
-    def _place_once(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
-        place = own.stage.stage
-        own_place = place if plan.is_asynchronous else place == plan.pp - 1 > 0
-        key = (own.signature, own_place, _place_key(plan))
-        if key not in self._places:
-            self._places[key] = self._place(plan, own, hosts)
-        return self._places[key]
-
+    # Pipelines of other lengths, and with other schedules, have places with the same buckets.
+    @remembered(lambda _, plan, own, hosts: (own.signature, _own_place(plan, own.stage.stage), _place_key(plan)))
     def _place(self, plan: Plan, own: _PlaceBuckets, hosts: GroupHosts) -> PlaceData:
         is_sharded = plan.zero > 0 and plan.num_shards > 1
         stage = _padded(own.stage, plan.reduce_group_size) if is_sharded else own.stage

@@ -12,6 +12,7 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.topology import Topology
 from fourfold.planner.predict.facts import ModelFacts
 from fourfold.planner.predict.prices import Prices
+from fourfold.planner.remembered import remembered
 from fourfold.words.program import Action, Verb
 
 RECEIPTS = (Verb.RECEIVE_FORWARD, Verb.RECEIVE_BACKWARD)
@@ -32,7 +33,6 @@ class EdgeMessages:
 
     def __init__(self, plan: Plan, facts: ModelFacts, topology: Topology, prices: Prices) -> None:
         self._plan, self._facts, self._topology, self._prices = plan, facts, topology, prices
-        self._seconds: dict[tuple[int, float, bool], float] = {}
         self.tied_bytes = 0.0
 
     def add_ties(self, specs: tuple[ParamSpec, ...]) -> None:
@@ -46,13 +46,10 @@ class EdgeMessages:
         if action.verb == Verb.TIE:
             return self.tie_seconds if action.stage == 0 else 0.0
         is_forward = action.verb == Verb.SEND_FORWARD
-        boundary = action.stage if is_forward else action.stage - 1
-        key = boundary, num_samples, is_forward
-        if key not in self._seconds:
-            self._seconds[key] = self._price(boundary, num_samples, is_forward=is_forward)
-        return self._seconds[key]
+        return self._price(action.stage if is_forward else action.stage - 1, num_samples, is_forward)
 
-    def _price(self, boundary: int, num_samples: float, *, is_forward: bool) -> float:
+    @remembered()
+    def _price(self, boundary: int, num_samples: float, is_forward: bool) -> float:
         """Encoding reads a message and writes its code; the receiver does the opposite."""
         sent = message_bytes(self._plan, self._facts, num_samples)
         num_bytes, dense = sent.forward if is_forward else sent.backward, self._facts.boundary_bytes * num_samples

@@ -35,6 +35,7 @@ from fourfold.planner.predict.prediction import MemoryParts, Prediction, StepTer
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.stage_seconds import add_terms, scale_terms, shorten_waits
 from fourfold.planner.predict.stage_table import PlaceCompute, StageTable
+from fourfold.planner.remembered import remembered
 from fourfold.words.program import Action, Verb
 
 # ---- pipeline forms ------------------------------------------------------------------------------------------------
@@ -297,7 +298,6 @@ class Estimator:
         self._source, self._prices, self._topology = source, prices, topology
         self._stages = StageTable(source, prices)
         self._buckets = BucketTable(source, prices, topology)
-        self._edges: dict[tuple[object, ...], tuple[tuple[float, ...], float]] = {}
         self._slowdown, self._between = prices.slowdown(), prices.between_actions()
         self._waiting = prices.waiting()
 
@@ -374,16 +374,14 @@ class Estimator:
         behind = [0.0, *itertools.accumulate(own.reduce.own for own in reversed(data[1:]))]
         return run._replace(ends=[end + late for end, late in zip(run.ends, reversed(behind), strict=True)])
 
+    @remembered(lambda _, plan, samples: (edge_key(plan), samples))
     def _edge_seconds(self, plan: Plan, samples: float) -> tuple[tuple[float, ...], float]:
         """What a message to the next place takes, as the mean of its two directions; and that of a tied weight."""
-        key = (edge_key(plan), samples)
-        if key not in self._edges:
-            edges = EdgeMessages(plan, self._source.facts(plan), self._topology, self._prices)
-            edges.add_ties(tuple(self._source.specs(plan)))
-            there = [edges.seconds(Action(Verb.SEND_FORWARD, place, 0), samples) for place in range(plan.pp)]
-            back = [edges.seconds(Action(Verb.SEND_BACKWARD, place + 1, 0), samples) for place in range(plan.pp)]
-            self._edges[key] = tuple((a + b) / 2 for a, b in zip(there, back, strict=True)), edges.tie_seconds
-        return self._edges[key]
+        edges = EdgeMessages(plan, self._source.facts(plan), self._topology, self._prices)
+        edges.add_ties(tuple(self._source.specs(plan)))
+        there = [edges.seconds(Action(Verb.SEND_FORWARD, place, 0), samples) for place in range(plan.pp)]
+        back = [edges.seconds(Action(Verb.SEND_BACKWARD, place + 1, 0), samples) for place in range(plan.pp)]
+        return tuple((a + b) / 2 for a, b in zip(there, back, strict=True)), edges.tie_seconds
 
     def _fullest(self, plan: Plan) -> MemoryParts:
         """What a rank of the place that holds most holds, without a reserve."""
@@ -425,13 +423,11 @@ class _PlaceSteps:
     ) -> None:
         self._plan, self._computes, self._data, self._added, self._run = plan, computes, data, added, run
         self._slowdown, self._between = slowdown, between
-        self._tails: dict[int, Tail] = {}
 
+    @remembered()
     def _tail(self, place: int) -> Tail:
-        if place not in self._tails:
-            compute, own, extra = self._computes[place], self._data[place], self._added[place]
-            self._tails[place] = tail(self._plan, compute, own, extra, self._slowdown)
-        return self._tails[place]
+        compute, own, extra = self._computes[place], self._data[place], self._added[place]
+        return tail(self._plan, compute, own, extra, self._slowdown)
 
     def _reduced(self, place: int) -> float:
         """When a place has its gradients; with rounds of reductions, messages may take longer than computing."""

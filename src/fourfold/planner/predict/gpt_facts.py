@@ -17,8 +17,9 @@ Sources: Narayanan et al. (2104.04473), sections 3 and 4.1; Korthikanti et al. (
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements, heads_problem, scores_per_index
@@ -28,6 +29,7 @@ from fourfold.plan.param_spec import ParamSpec, ShardPiece, TensorShard, UpdateS
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.planner.predict.facts import Collective, ModelFacts, Operation, OperationKind, SegmentFacts
+from fourfold.planner.remembered import remembered
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 
@@ -327,8 +329,7 @@ def block_saved_bytes(rank: RankShape) -> dict[str, float]:
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ADAM = UpdateSpec(optimizer="Adam", num_states=(2,))
-FACT_FIELDS = ("tp", "cp", "ring", "ulysses", "sequence_parallel", "precision")
-"""The fields of a plan on which facts depend."""
+facts_key = attrgetter("tp", "cp", "ring", "ulysses", "sequence_parallel", "precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,10 +350,6 @@ class GptFacts:
     scatter: bool = True
     update_spec: UpdateSpec = ADAM
     traits: ModelTraits = NO_TRAITS
-    _facts: dict[tuple[object, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _specs: dict[tuple[object, ...], list[ParamSpec]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -390,21 +387,16 @@ class GptFacts:
 
     # ---- FactsSource ----------------------------------------------------------------------------------
 
+    @remembered(lambda _, plan: facts_key(plan))
     def facts(self, plan: Plan) -> ModelFacts:
-        key = tuple(getattr(plan, name) for name in FACT_FIELDS)
-        if key not in self._facts:
-            self._check(plan)
-            self._facts[key] = self._make_facts(plan)
-        return self._facts[key]
+        self._check(plan)
+        return self._make_facts(plan)
 
+    @remembered(lambda _, plan: (plan.tp, plan.pp, plan.interleave, plan.stages))
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:
-        key = plan.tp, plan.pp, plan.interleave, plan.stages
-        if key not in self._specs:
-            self._check(plan)
-            dtype, element_bytes = self.precision, ELEMENT_BYTES[self.precision]
-            stages = self.stage_blocks(plan)
-            self._specs[key] = gpt_specs(self.size, plan, stages, dtype=dtype, element_bytes=element_bytes)
-        return self._specs[key]
+        self._check(plan)
+        element_bytes = ELEMENT_BYTES[self.precision]
+        return gpt_specs(self.size, plan, self.stage_blocks(plan), dtype=self.precision, element_bytes=element_bytes)
 
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
         """By weights in products, as Fourfold divides a model: the head counts, an embedding does not."""

@@ -16,10 +16,10 @@ from fourfold.planner.predict.memory import copied_shapes, factor_bytes
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices
 from fourfold.planner.predict.stage_seconds import ZERO, SegmentPricer, add_terms, at_speed, minus, plus
+from fourfold.planner.remembered import remembered
 
 SEGMENT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision", "recompute", "batch_norm")
 PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
-SYNC = "sync"
 place_key, segment_key = attrgetter(*PLACE_FIELDS), attrgetter(*SEGMENT_FIELDS)
 
 
@@ -97,75 +97,62 @@ class _Bytes(NamedTuple):
     deferred: list[float]
 
 
+def _of_statistics(plan: Plan, data: GroupShape) -> GroupShape | None:
+    """The ranks of dp, where seconds depend on them."""
+    return data if plan.batch_norm == "sync" else None
+
+
 class StageTable:
     """The places of the plans of one search."""
 
     def __init__(self, source: FactsSource, prices: Prices) -> None:
         self._source, self._prices = source, prices
-        self._seconds: dict[tuple[object, ...], _Seconds] = {}
-        self._kept: dict[tuple[object, ...], _Bytes] = {}
-        self._temporary: dict[tuple[object, ...], list[float]] = {}
-        self._ranges: dict[tuple[object, ...], list[_Ranges]] = {}
-        self._places: dict[tuple[object, ...], tuple[PlaceCompute, ...]] = {}
-        self._activations: dict[tuple[object, ...], tuple[PlaceActivations, ...]] = {}
 
+    @remembered(lambda _, plan, num_samples, data: (place_key(plan), num_samples, _of_statistics(plan, data)))
     def of(self, plan: Plan, num_samples: float, data: GroupShape) -> tuple[PlaceCompute, ...]:
         """By place. `data`: the ranks of dp, for batch statistics."""
-        key = (place_key(plan), num_samples, data if plan.batch_norm == SYNC else None)
-        if key not in self._places:
-            sums = self._sums(plan, num_samples, data)
-            self._places[key] = tuple(_compute(sums, ranges) for ranges in self._ranges_of(plan))
-        return self._places[key]
+        sums = self._sums(plan, num_samples, data)
+        return tuple(_compute(sums, ranges) for ranges in self._ranges_of(plan))
 
+    @remembered(lambda _, plan, num_samples: (place_key(plan), num_samples))
     def activations(self, plan: Plan, num_samples: float) -> tuple[PlaceActivations, ...]:
         """By place."""
-        key = place_key(plan), num_samples
-        if key not in self._activations:
-            received = self._source.facts(plan).boundary_bytes if plan.pp > 1 else 0.0
-            kept, temporary = self._kept_bytes(plan), self._temporary_bytes(plan, num_samples)
-            self._activations[key] = tuple(
-                _activations(kept, temporary, ranges, received, num_samples) for ranges in self._ranges_of(plan)
-            )
-        return self._activations[key]
+        received = self._source.facts(plan).boundary_bytes if plan.pp > 1 else 0.0
+        kept, temporary = self._kept_bytes(plan), self._temporary_bytes(plan, num_samples)
+        return tuple(_activations(kept, temporary, ranges, received, num_samples) for ranges in self._ranges_of(plan))
 
+    @remembered(lambda _, plan: (plan.pp, plan.interleave, plan.stages))
     def _ranges_of(self, plan: Plan) -> list[_Ranges]:
         """By place."""
-        key = plan.pp, plan.interleave, plan.stages
-        if key not in self._ranges:
-            blocks = self._source.stage_blocks(plan)
-            # Segment 0 is the first end, block i is segment i + 1.
-            starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
-            ranges = list(zip(starts, [*starts[1:], blocks[-1].stop + 2], strict=True))
-            self._ranges[key] = [ranges[place :: plan.pp] for place in range(plan.pp)]
-        return self._ranges[key]
+        blocks = self._source.stage_blocks(plan)
+        # Segment 0 is the first end, block i is segment i + 1.
+        starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
+        ranges = list(zip(starts, [*starts[1:], blocks[-1].stop + 2], strict=True))
+        return [ranges[place :: plan.pp] for place in range(plan.pp)]
 
+    @remembered(
+        lambda _, plan, num_samples, data: (segment_key(plan), plan.pp > 1, num_samples, _of_statistics(plan, data))
+    )
     def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Seconds:
-        key = (segment_key(plan), plan.pp > 1, num_samples, data if plan.batch_norm == SYNC else None)
-        if key not in self._seconds:
-            pricer = SegmentPricer(self._prices, plan, data)
-            parts = [pricer.parts(each, num_samples) for each in self._source.facts(plan).segments]
-            halves = zip(*parts, strict=True)
-            self._seconds[key] = _Seconds(*(list(itertools.accumulate(half, plus, initial=ZERO)) for half in halves))
-        return self._seconds[key]
+        pricer = SegmentPricer(self._prices, plan, data)
+        parts = [pricer.parts(each, num_samples) for each in self._source.facts(plan).segments]
+        halves = zip(*parts, strict=True)
+        return _Seconds(*(list(itertools.accumulate(half, plus, initial=ZERO)) for half in halves))
 
+    @remembered(lambda _, plan, num_samples: (segment_key(plan), plan.pp > 1, num_samples))
     def _temporary_bytes(self, plan: Plan, num_samples: float) -> list[float]:
         """By segment."""
-        key = (segment_key(plan), plan.pp > 1, num_samples)
-        if key not in self._temporary:
-            segments = self._source.facts(plan).segments
-            self._temporary[key] = [each.most_temporary_bytes(num_samples, plan.recompute) for each in segments]
-        return self._temporary[key]
+        segments = self._source.facts(plan).segments
+        return [each.most_temporary_bytes(num_samples, plan.recompute) for each in segments]
 
+    @remembered(lambda _, plan: (segment_key(plan), plan.pp > 1))
     def _kept_bytes(self, plan: Plan) -> _Bytes:
         """Of one sample."""
-        key = segment_key(plan), plan.pp > 1
-        if key not in self._kept:
-            segments = self._source.facts(plan).segments
-            copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
-            # The first segment is never on a stage with a copy.
-            deferred = [factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]
-            self._kept[key] = _Bytes(_sums([each.saved_bytes[plan.recompute] for each in segments]), _sums(deferred))
-        return self._kept[key]
+        segments = self._source.facts(plan).segments
+        copied = copied_shapes(self._source.specs(plan)) if plan.pp > 1 else set[tuple[int, ...]]()
+        # The first segment is never on a stage with a copy.
+        deferred = [factor_bytes(plan, each, copied if index else set()) for index, each in enumerate(segments)]
+        return _Bytes(_sums([each.saved_bytes[plan.recompute] for each in segments]), _sums(deferred))
 
 
 def _sums(values: Sequence[float]) -> list[float]:

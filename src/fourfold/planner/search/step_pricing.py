@@ -1,7 +1,7 @@
 """Step pricing: what plans take, by the facts of a model and the prices of a machine.
 
 busy   seconds that all places of the pipeline together compute with one microbatch
-alike  plans whose facts are the same: they have the same FACTS_FIELDS
+facts_key  equal for plans whose facts are the same
 place  of the pipeline: consecutive ranks, so whole hosts or a part of one; it computes as fast as its slowest host
 kind   places that compute equally fast
 order  of the hosts, in which their ranks are numbered
@@ -32,6 +32,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fourfold.plan.check import legality_problems
@@ -39,11 +40,12 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import Cluster, topology_of
 from fourfold.planner.predict.estimate import Estimator, flights_of
-from fourfold.planner.predict.facts import FactsSource, ModelFacts, SegmentFacts
+from fourfold.planner.predict.facts import FactsSource, SegmentFacts
 from fourfold.planner.predict.prediction import Prediction, StepTerms
 from fourfold.planner.predict.prices import Prices
 from fourfold.planner.predict.stage_seconds import stage_segments
 from fourfold.planner.predict.step import predict_step
+from fourfold.planner.remembered import remembered
 from fourfold.words.errors import Problem
 
 # ---- Stages: how a chain of blocks is best divided among the places of a pipeline, whose devices may differ ---------
@@ -296,9 +298,12 @@ def host_order(cluster: Cluster, kinds: Sequence[int]) -> tuple[int, ...]:
 # ---- step pricing --------------------------------------------------------------------------------------------------
 
 
-FACTS_FIELDS = ("tp", "cp", "ring", "ulysses", "sequence_parallel", "dims", "precision")
+facts_key = attrgetter("tp", "cp", "ring", "ulysses", "sequence_parallel", "dims", "precision")
 WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by this factor
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
+
+
+_cost_key = attrgetter("recompute", "precision", "tp", "cp")
 
 
 class _Counted(NamedTuple):
@@ -318,13 +323,6 @@ class StepPricing:
         self._source, self._prices, self._cluster = source, prices, cluster
         self._topology = topology_of(cluster, cluster.num_devices)
         self._estimator = Estimator(source, prices, self._topology)
-        self._distinct: dict[tuple[Any, ...], list[_Counted]] = {}
-        self._busy: dict[tuple[Any, ...], float] = {}
-        self._seconds_of: dict[tuple[Any, ...], tuple[float, ...]] = {}
-        self._places_of: dict[int, Places] = {}
-        self._kinds_of: dict[tuple[tuple[float, ...], int], tuple[int, ...]] = {}
-        self._segment_seconds: dict[tuple[Any, ...], float] = {}
-        self._elements_of: dict[tuple[Any, ...], list[int]] = {}
 
     def on_devices(self, num_devices: int) -> "StepPricing":
         """The same machine with so many devices. Raises PlanError if it cannot have as many."""
@@ -336,28 +334,30 @@ class StepPricing:
 
     def floor(self, plan: Plan) -> float:
         """Whatever the schedule, zero, shard and update of the plan are."""
-        samples = self._samples(plan)
-        alike = _alike(plan)
-        key = (*alike, plan.recompute, samples)
-        if key not in self._busy:
-            if alike not in self._distinct:
-                self._distinct[alike] = _count_distinct(self._source.facts(plan))
-            self._busy[key] = sum(
-                each.number * self._seconds(each.segment, plan, samples) for each in self._distinct[alike]
-            )
-        return plan.microbatches * self._busy[key] / self._places(plan.pp).total_speed
+        return plan.microbatches * self._busy(plan, self._samples(plan)) / self._places(plan.pp).total_speed
+
+    @remembered(lambda _, plan, samples: (facts_key(plan), plan.recompute, samples))
+    def _busy(self, plan: Plan, samples: float) -> float:
+        """Of one microbatch, over all places."""
+        return sum(each.number * self._seconds(each.segment, plan, samples) for each in self._distinct(plan))
+
+    @remembered(lambda _, plan: facts_key(plan))
+    def _distinct(self, plan: Plan) -> list[_Counted]:
+        counts: dict[tuple[Any, ...], _Counted] = {}
+        for segment in self._source.facts(plan).segments:
+            key = (segment.operations, segment.collectives, segment.norm_channels)
+            counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
+        return list(counts.values())
 
     def _samples(self, plan: Plan) -> float:
         """Of a microbatch on a data rank, in the mean."""
         return self._source.batch_size / plan.dp / plan.microbatches
 
+    @remembered(lambda _, segment, plan, samples: (segment.operations, segment.collectives, _cost_key(plan), samples))
     def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
         """Forward and backward of one microbatch."""
-        key = (segment.operations, segment.collectives, plan.recompute, plan.precision, plan.tp, plan.cp, samples)
-        if key not in self._segment_seconds:
-            priced = self._prices.segment(segment, plan, samples)
-            self._segment_seconds[key] = priced.forward + priced.backward
-        return self._segment_seconds[key]
+        priced = self._prices.segment(segment, plan, samples)
+        return priced.forward + priced.backward
 
     def problems(self, plan: Plan) -> list[Problem]:
         """Why the plan cannot be carried out."""
@@ -387,27 +387,26 @@ class StepPricing:
         return tuple(places.kinds[kind].speed for kind in self._kinds(plan)) if self._cluster.host_speeds else ()
 
     def _kinds(self, plan: Plan) -> tuple[int, ...]:
-        key = (self._place_seconds(plan), plan.microbatches)
-        if key not in self._kinds_of:
-            self._kinds_of[key] = assign(self._places(plan.pp), *key)
-        return self._kinds_of[key]
+        return self._kinds_of(self._place_seconds(plan, self._samples(plan)), plan.microbatches)
 
+    @remembered()
+    def _kinds_of(self, place_seconds: tuple[float, ...], microbatches: int) -> tuple[int, ...]:
+        return assign(self._places(len(place_seconds)), place_seconds, microbatches)
+
+    @remembered()
     def _places(self, num_places: int) -> Places:
-        if num_places not in self._places_of:
-            self._places_of[num_places] = places_of(self._cluster, num_places)
-        return self._places_of[num_places]
+        return places_of(self._cluster, num_places)
 
-    def _place_seconds(self, plan: Plan) -> tuple[float, ...]:
-        """By place: what it computes of a microbatch, at speed 1."""
-        samples = self._samples(plan)
-        key = (*_alike(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
-        if key not in self._seconds_of:
-            facts, seconds = self._source.facts(plan), [0.0] * plan.pp
-            for stage, blocks in enumerate(self.stage_blocks(plan)):
-                segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
-                seconds[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
-            self._seconds_of[key] = tuple(seconds)
-        return self._seconds_of[key]
+    @remembered(
+        lambda _, plan, samples: (facts_key(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
+    )
+    def _place_seconds(self, plan: Plan, samples: float) -> tuple[float, ...]:
+        """By place: what it computes of a microbatch of so many samples, at speed 1."""
+        facts, seconds = self._source.facts(plan), [0.0] * plan.pp
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
+            seconds[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
+        return tuple(seconds)
 
     # ---- stages ------------------------------------------------------------------------------------
 
@@ -417,7 +416,7 @@ class StepPricing:
 
     def balance(self, plan: Plan) -> float:
         """What the places of the pipeline compute in the mean, over what the busiest one computes."""
-        places, seconds = self._places(plan.pp), self._place_seconds(plan)
+        places, seconds = self._places(plan.pp), self._place_seconds(plan, self._samples(plan))
         slowest = max(each / places.kinds[kind].speed for each, kind in zip(seconds, self._kinds(plan), strict=True))
         return sum(seconds) / places.total_speed / slowest
 
@@ -449,7 +448,7 @@ class StepPricing:
     def _chain(self, plan: Plan, predicted: Prediction) -> Chain:
         """The segments with their seconds, and the bytes that the estimate has for their elements."""
         facts, samples = self._source.facts(plan), self._samples(plan)
-        elements = self._elements(plan, facts)
+        elements = self._elements(plan)
         by_place = [0.0] * plan.pp
         for stage, blocks in enumerate(self.stage_blocks(plan)):
             by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
@@ -469,25 +468,11 @@ class StepPricing:
         edge = self._prices.edge(facts.boundary_bytes * samples, crosses_hosts=crosses)
         return Chain(first, tuple(blocks), last, 2 * edge)
 
-    def _elements(self, plan: Plan, facts: ModelFacts) -> list[int]:
+    @remembered(lambda _, plan: facts_key(plan))
+    def _elements(self, plan: Plan) -> list[int]:
         """By segment: the elements of its parameters on a rank."""
-        key = _alike(plan)
-        if key not in self._elements_of:
-            counts = {spec.name: spec.num_elements for spec in self._source.specs(plan)}
-            self._elements_of[key] = [sum(counts.get(name, 0) for name in each.params) for each in facts.segments]
-        return self._elements_of[key]
-
-
-def _alike(plan: Plan) -> tuple[Any, ...]:
-    return tuple(getattr(plan, name) for name in FACTS_FIELDS)
-
-
-def _count_distinct(facts: ModelFacts) -> list[_Counted]:
-    counts: dict[tuple[Any, ...], _Counted] = {}
-    for segment in facts.segments:
-        key = (segment.operations, segment.collectives, segment.norm_channels)
-        counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
-    return list(counts.values())
+        counts = {spec.name: spec.num_elements for spec in self._source.specs(plan)}
+        return [sum(counts.get(name, 0) for name in each.params) for each in self._source.facts(plan).segments]
 
 
 def _with_reserve(prediction: Prediction, reserve_bytes: float) -> Prediction:

@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import nn
@@ -30,6 +31,7 @@ from fourfold.plan.model_traits import ModelTraits
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.facts import Collective, ModelFacts, SegmentFacts
+from fourfold.planner.remembered import remembered
 from fourfold.planner.task_facts.fake_memory import MemoryOfSegments, MemoryRecord, record_memory
 from fourfold.planner.task_facts.fake_ranks import RecordedCollective
 from fourfold.planner.task_facts.fake_step import (
@@ -129,7 +131,6 @@ class _CountedVariant:
     ) -> None:
         self._fake, self._forwards, self._segments, self._counting = fake, forwards, segments, counting
         self._recomputes = RECOMPUTES if fake.blocks else RECOMPUTES[:1]
-        self._records: dict[tuple[str, int], MemoryRecord] = {}
 
     def facts(self) -> ModelFacts:
         self._check_heads()
@@ -160,13 +161,12 @@ class _CountedVariant:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _memory(self, recompute: str) -> MemoryOfSegments:
-        return MemoryOfSegments(self._record(recompute, FEW), self._record(recompute, MANY), FEW, MANY)
+        counted = recompute if recompute in self._recomputes else "none"
+        return MemoryOfSegments(self._record(counted, FEW), self._record(counted, MANY), FEW, MANY)
 
+    @remembered()
     def _record(self, recompute: str, num_samples: int) -> MemoryRecord:
-        key = (recompute if recompute in self._recomputes else "none", num_samples)
-        if key not in self._records:
-            self._records[key] = record_memory(self._fake, num_samples, key[0])
-        return self._records[key]
+        return record_memory(self._fake, num_samples, recompute)
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ def _by_tensor(calls: Mapping[RecordedCollective, int], *, in_backward: bool) ->
 # ---- all variants ----------------------------------------------------------------------------------------------------
 
 
-VARIANT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision")
+variant_key = attrgetter("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision")
 
 
 class TaskFacts:
@@ -251,13 +251,7 @@ class TaskFacts:
         check_task(task)
         self.task = task
         self._calls = MetaCalls()
-        self._facts: dict[tuple[object, ...], ModelFacts] = {}
-        self._forwards: dict[tuple[object, ...], _Forwards] = {}
-        self._laid_out: dict[tuple[object, ...], FakeModel] = {}
         self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
-        self._whole_specs: dict[TensorSpec, list[ParamSpec]] = {}
-        self._specs: dict[tuple[object, ...], list[ParamSpec]] = {}
-        self._stage_blocks: dict[StageSpec, tuple[range, ...]] = {}
 
     @property
     def batch_size(self) -> int:
@@ -306,37 +300,50 @@ class TaskFacts:
         return FakeBatch(inputs, targets, None if positions is None else positions.shape[1])
 
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:
-        tensor = plan.tensor_spec._replace(sequence_parallel=False)  # of hidden tensors, not of parameters
-        key = (tensor, plan.stage_spec)
-        if key not in self._specs:
-            if tensor not in self._whole_specs:
-                self._whole_specs[tensor] = tensor_specs(self._model, self._optimizer, self.task.tensor, tensor)
-            self._specs[key] = on_stages(self._model, self._whole_specs[tensor], plan.stage_spec)
-        return self._specs[key]
+        # Sequence parallelism splits hidden tensors, not parameters.
+        return self._specs(plan.tensor_spec._replace(sequence_parallel=False), plan.stage_spec)
 
+    @remembered()
+    def _specs(self, tensor: TensorSpec, stages: StageSpec) -> list[ParamSpec]:
+        return on_stages(self._model, self._whole_specs(tensor), stages)
+
+    @remembered()
+    def _whole_specs(self, tensor: TensorSpec) -> list[ParamSpec]:
+        return tensor_specs(self._model, self._optimizer, self.task.tensor, tensor)
+
+    @remembered(lambda _, plan: plan.stage_spec)
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
         if plan.num_stages == 1:
             return (range(len(self._chain.blocks)),)
-        if plan.stage_spec not in self._stage_blocks:
-            self._stage_blocks[plan.stage_spec] = map_stages(self._model, plan.stage_spec).blocks
-        return self._stage_blocks[plan.stage_spec]
+        return map_stages(self._model, plan.stage_spec).blocks
 
+    @remembered(lambda self, plan: self._variant(plan))
     def facts(self, plan: Plan) -> ModelFacts:
-        ties = self._ties if plan.num_stages > 1 else {}
-        key = (*(getattr(plan, name) for name in VARIANT_FIELDS), bool(ties))
-        if key not in self._facts:
-            self._facts[key] = self._counting(key, lambda: self._count(plan, ties, key).facts())
-        return self._facts[key]
+        variant = self._variant(plan)
+        return self._counting(variant, lambda: self._count(plan, functools.partial(self._counting, variant)).facts())
 
-    def _count(self, plan: Plan, ties: Mapping[str, Sequence[str]], key: tuple[object, ...]) -> _CountedVariant:
-        laid_out_key = (plan.tensor_spec, plan.precision, bool(ties))
-        if laid_out_key not in self._laid_out:
-            self._laid_out[laid_out_key] = self.fake_model(plan, ties)
-        fake = self._laid_out[laid_out_key]._replace(plan=plan)
-        alike = (plan.tensor_spec._replace(ulysses=1), plan.precision, bool(ties), plan.cp, fake.tokens_of_rank)
-        if alike not in self._forwards:
-            self._forwards[alike] = _Forwards(fake)
-        return _CountedVariant(fake, self._forwards[alike], self._segments, functools.partial(self._counting, key))
+    def _variant(self, plan: Plan) -> tuple[object, ...]:
+        return (variant_key(plan), bool(self._ties_of(plan)))
+
+    def _ties_of(self, plan: Plan) -> Mapping[str, Sequence[str]]:
+        return self._ties if plan.num_stages > 1 else {}
+
+    def _count(self, plan: Plan, counting: Callable[[Callable[[], Any]], Any]) -> _CountedVariant:
+        fake = self._laid_out(plan)._replace(plan=plan)
+        return _CountedVariant(fake, self._forwards(fake), self._segments, counting)
+
+    @remembered(lambda self, plan: (plan.tensor_spec, plan.precision, bool(self._ties_of(plan))))
+    def _laid_out(self, plan: Plan) -> FakeModel:
+        return self.fake_model(plan, self._ties_of(plan))
+
+    @remembered(
+        lambda _, fake: (
+            fake.plan.tensor_spec._replace(ulysses=1),
+            *(fake.plan.precision, bool(fake.copies), fake.plan.cp, fake.tokens_of_rank),
+        )
+    )
+    def _forwards(self, fake: FakeModel) -> _Forwards:
+        return _Forwards(fake)
 
     def _counting(self, key: tuple[object, ...], count: Callable[[], _T]) -> _T:
         """What is counted of a variant. Raises PlanError or TaskError; a variant that is refused stays refused."""
