@@ -177,11 +177,11 @@ def test_tensor_ranks_send_eight_hidden_tensors_a_layer():
     assert sent == 2 * 8 * 64 * 64 * 3 / 4
 
 
-@pytest.mark.parametrize(("splits", "scatter", "part"), [(False, True, 4), (False, False, 1), (True, True, 4)])
-def test_a_boundary_is_sent_in_parts(splits, scatter, part):
-    gpt = GptFacts(layers=2, width=64, heads=4, length=64, batch_size=1, scatter=scatter)
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_boundary_is_sent_in_parts(splits):
+    gpt = GptFacts(layers=2, width=64, heads=4, length=64, batch_size=1)
     facts = gpt.facts(Plan(tp=4, sequence_parallel=splits, precision="bf16"))
-    assert facts.boundary_bytes == 2 * 64 * 64 / part
+    assert facts.boundary_bytes == 2 * 64 * 64 / 4
 
 
 def test_fused_attention_moves_no_scores():

@@ -2,7 +2,7 @@
 
 first, last  the ends: an embedding with positions, and a head that shares its weight, with vocabulary-parallel loss
 unfused      attention of 2021: scores, softmax and dropout go through memory; else fused, half of the scores masked
-scatter      with tp, each tensor rank sends 1/tp of what crosses a boundary; the next stage gathers it in its host
+boundary     with tp, each tensor rank sends 1/tp of what crosses it; the next stage gathers it in its host
 column       a layer whose outputs are split over tensor ranks, row one whose inputs are; a vocabulary is split by rows
 T tokens of a sample on this rank, s/cp · h width · t tensor ranks · e bytes of an element
 Law: the facts of all ranks together are those of one device.
@@ -16,9 +16,8 @@ Sources: Narayanan et al. (2104.04473), sections 3 and 4.1; Korthikanti et al. (
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -39,85 +38,50 @@ EMBEDDING = "embedding.weight"  # the head uses it too
 POSITIONS = "positions.weight"
 
 
-class GptSize(NamedTuple):
-    """The sizes of a GPT: l layers, h width, a heads, V vocabulary, s tokens of a sample."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    length: int
+QKV = -1
 
 
-def block_shapes(size: GptSize) -> dict[str, tuple[int, ...]]:
+class _Weight(NamedTuple):
+    """A parameter. `dim`: the one that tensor ranks split; QKV: the first, of q, of k and of v; None: all have it."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+
+    def shards(self, tp: int) -> tuple[TensorShard, ...]:
+        """By tensor rank; empty: it is not split."""
+        if tp == 1:
+            return ()
+        if self.dim is None:
+            return tuple(TensorShard.whole(self.shape, index, tp) for index in range(tp))
+        if self.dim != QKV:
+            return tuple(TensorShard.even(self.shape, self.dim, index, tp) for index in range(tp))
+        third = self.shape[0] // 3
+        share = third // tp
+        starts = [[part * third + index * share for part in range(3)] for index in range(tp)]
+        return tuple(TensorShard(self.shape, 0, tuple(ShardPiece(a, a + share) for a in each)) for each in starts)
+
+
+def _block_weights(width: int) -> dict[str, _Weight]:
     """The parameters of a block, by name in it."""
-    h = size.width
+    h = width
     return {
-        "norm1.weight": (h,),
-        "norm1.bias": (h,),
-        "attention.qkv.weight": (3 * h, h),
-        "attention.qkv.bias": (3 * h,),
-        "attention.out.weight": (h, h),
-        "attention.out.bias": (h,),
-        "norm2.weight": (h,),
-        "norm2.bias": (h,),
-        "mlp.up.weight": (4 * h, h),
-        "mlp.up.bias": (4 * h,),
-        "mlp.down.weight": (h, 4 * h),
-        "mlp.down.bias": (h,),
+        "norm1.weight": _Weight((h,)),
+        "norm1.bias": _Weight((h,)),
+        "attention.qkv.weight": _Weight((3 * h, h), QKV),
+        "attention.qkv.bias": _Weight((3 * h,), QKV),
+        "attention.out.weight": _Weight((h, h), 1),
+        "attention.out.bias": _Weight((h,)),
+        "norm2.weight": _Weight((h,)),
+        "norm2.bias": _Weight((h,)),
+        "mlp.up.weight": _Weight((4 * h, h), 0),
+        "mlp.up.bias": _Weight((4 * h,), 0),
+        "mlp.down.weight": _Weight((h, 4 * h), 1),
+        "mlp.down.bias": _Weight((h,)),
     }
 
 
-def block_name(index: int) -> str:
+def _block_name(index: int) -> str:
     return f"blocks.{index}"
-
-
-def gpt_specs(size: GptSize, plan: Plan, stages: Sequence[range], *, dtype: str, element_bytes: int) -> list[ParamSpec]:
-    """The parameters in order of definition. `stages`: the blocks of each stage."""
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (size.vocabulary, size.width),
-        POSITIONS: (size.length, size.width),
-    }
-    stage_of = {block_name(index): stage for stage, blocks in enumerate(stages) for index in blocks}
-    own_stage = dict.fromkeys(shapes, 0)
-    shards = {name: _shards(name, shape, plan.tp) for name, shape in shapes.items()}
-    block_shards = {name: _shards(f".{name}", shape, plan.tp) for name, shape in block_shapes(size).items()}
-    for block, stage in stage_of.items():
-        for name, shape in block_shapes(size).items():
-            shapes[f"{block}.{name}"] = shape
-            own_stage[f"{block}.{name}"] = stage
-            shards[f"{block}.{name}"] = block_shards[name]  # the same of all blocks: a search asks for many divisions
-    return [
-        ParamSpec(
-            name,
-            shape,
-            dtype,
-            element_bytes,
-            stage=own_stage[name],
-            shards=shards[name],
-            is_tied=name == EMBEDDING and plan.pp > 1,
-        )
-        for name, shape in shapes.items()
-    ]
-
-
-def _shards(name: str, shape: tuple[int, ...], tp: int) -> tuple[TensorShard, ...]:
-    if tp == 1:
-        return ()
-    if ".qkv." in name:
-        return tuple(_fused(shape, index, tp) for index in range(tp))
-    dim = 0 if name == EMBEDDING or ".up." in name else 1 if name.endswith(("out.weight", "down.weight")) else None
-    if dim is None:
-        return tuple(TensorShard.whole(shape, index, tp) for index in range(tp))
-    return tuple(TensorShard.even(shape, dim, index, tp) for index in range(tp))
-
-
-def _fused(shape: tuple[int, ...], index: int, tp: int) -> TensorShard:
-    """Rows of q, of k and of v."""
-    third = shape[0] // 3
-    share = third // tp
-    starts = [part * third + index * share for part in range(3)]
-    return TensorShard(shape, 0, tuple(ShardPiece(start, start + share) for start in starts))
 
 
 # ---- blocks --------------------------------------------------------------------------------------------------------
@@ -127,13 +91,13 @@ MASK_BYTES = 1  # of dropout, an element
 FLOAT32_BYTES = 4
 
 
-class RankShape(NamedTuple):
+class _Rank(NamedTuple):
     """What one rank of a plan has of a GPT.
 
     scores  queries × keys of one head that it computes; heads: those that it has within attention
     """
 
-    size: GptSize
+    size: "GptFacts"
     plan: Plan
     element_bytes: int
     is_fused: bool
@@ -154,22 +118,21 @@ class RankShape(NamedTuple):
 
     @property
     def scores(self) -> float:
-        length, spec = self.size.length, self.plan.context_spec
-        if not self.is_fused:
-            return float(length * length)
-        return float(max(scores_per_index(spec, length, causal=True)))
+        length = self.size.length
+        return float(max(scores_per_index(self.plan.context_spec, length, causal=True)) if self.is_fused else length**2)
 
     @property
     def heads(self) -> float:
         return self.size.heads / self.plan.tp / self.plan.ulysses
 
 
-# ---- operations ------------------------------------------------------------------------------------
+# ---- segments --------------------------------------------------------------------------------------
 
 
-def block_operations(rank: RankShape) -> tuple[Operation, ...]:
+def _block(rank: _Rank) -> SegmentFacts:
+    """One block, without its names."""
     h, t = rank.size.width, rank.plan.tp
-    return (
+    operations = (
         _pointwise(rank, rank.hidden_here, reads=1, writes=1),  # norm
         _linear(rank, h, 3 * h // t),
         *_attention(rank),
@@ -181,36 +144,80 @@ def block_operations(rank: RankShape) -> tuple[Operation, ...]:
         _linear(rank, 4 * h // t, h),
         _dropout_and_add(rank),
     )
+    # Two sums over tensor ranks, each way; where tokens are split, backward gathers the inputs again, for the gradients
+    # of weights (Korthikanti et al., section 4.2.2).
+    sums = _along_tp(
+        rank, {Change.ALL_REDUCE: (2, 2, 2)}, {Change.ALL_GATHER: (2, 4, 2), Change.REDUCE_SCATTER: (2, 2, 2)}
+    )
+    # A backward holds the gradients of the MLP's inner tensor before and behind its activation.
+    temporary = 2 * 4 * rank.hidden / t * rank.element_bytes
+    return SegmentFacts("", (), operations, _saved_by_block(rank), (*sums, *_context_exchange(rank)), temporary)
 
 
-def first_operations(rank: RankShape) -> tuple[Operation, ...]:
-    moved = 2 * rank.hidden * rank.element_bytes
-    return (
-        Operation(OperationKind.LOOKUP, 0.0, moved, has_weight=True),
+def _saved_by_block(rank: _Rank) -> dict[str, float]:
+    """By `recompute`. Of each element of the hidden tensor: the inputs of two norms, of attention and of the MLP,
+    and two dropout masks; split over tensor ranks: q, k, v, the input of the output layer, and twice four for the MLP;
+    of each score two values and a mask.
+    """
+    e, t = rank.element_bytes, rank.plan.tp
+    outside = rank.hidden_here * (4 * e + 2 * MASK_BYTES)
+    inside = rank.hidden / t * 12 * e
+    scores = 0.0 if rank.is_fused else rank.scores * rank.heads * (2 * e + MASK_BYTES)
+    return {"none": outside + inside + scores, "selective": outside + inside, "full": rank.hidden_here * e}
+
+
+def _first(rank: _Rank) -> SegmentFacts:
+    """Each rank looks up its part of the vocabulary, and keeps a dropout mask."""
+    operations = (
+        Operation(OperationKind.LOOKUP, 0.0, 2 * rank.hidden * rank.element_bytes, has_weight=True),
         _pointwise(rank, rank.hidden_here, reads=2, writes=1, mask=1),  # positions, dropout
     )
+    sums = _along_tp(rank, {Change.ALL_REDUCE: (1, 0)}, {Change.REDUCE_SCATTER: (1, 0), Change.ALL_GATHER: (0, 1)})
+    return SegmentFacts("", (EMBEDDING, POSITIONS), operations, _always(rank.hidden_here * MASK_BYTES), sums)
 
 
-def last_operations(rank: RankShape) -> tuple[Operation, ...]:
-    """The head, and the cross-entropy of its outputs in float32: converted, maximum, exponentials, sum."""
+def _last(rank: _Rank) -> SegmentFacts:
+    """The head, and the cross-entropy of its outputs in float32: converted, maximum, exponentials, sum. It keeps its
+    input, and the softmax of its outputs. Tensor ranks sum the gradients of its inputs, and of each token's outputs a
+    maximum, a sum and one value.
+    """
     columns = -(-rank.size.vocabulary // rank.plan.tp)
-    passes = rank.element_bytes + 5 * FLOAT32_BYTES
-    return (
+    outputs = rank.tokens * columns
+    operations = (
         _linear(rank, rank.size.width, columns),
-        Operation(OperationKind.POINTWISE, 0.0, rank.tokens * columns * passes),
+        Operation(OperationKind.POINTWISE, 0.0, outputs * (rank.element_bytes + 5 * FLOAT32_BYTES)),
+    )
+    sums = _along_tp(rank, {Change.ALL_REDUCE: (0, 1)}, {Change.ALL_GATHER: (1, 1), Change.REDUCE_SCATTER: (0, 1)})
+    if rank.plan.tp > 1:
+        sums = (*sums, Collective("tp", Change.ALL_REDUCE, rank.tokens * FLOAT32_BYTES, 3, 0))
+    return SegmentFacts(
+        "",
+        (EMBEDDING,),
+        operations,
+        _always(rank.hidden_here * rank.element_bytes + outputs * FLOAT32_BYTES),
+        sums,
+        temporary_bytes=outputs * (FLOAT32_BYTES + rank.element_bytes),
     )
 
 
-def _pointwise(rank: RankShape, num_elements: float, *, reads: int, writes: int, mask: int = 0) -> Operation:
+def _always(num_bytes: float) -> dict[str, float]:
+    """Kept whatever is computed again."""
+    return dict.fromkeys(("none", "selective", "full"), num_bytes)
+
+
+# ---- operations ------------------------------------------------------------------------------------
+
+
+def _pointwise(rank: _Rank, num_elements: float, *, reads: int, writes: int, mask: int = 0) -> Operation:
     per_element = (reads + writes) * rank.element_bytes + mask * MASK_BYTES
     return Operation(OperationKind.POINTWISE, 0.0, num_elements * per_element)
 
 
-def _dropout_and_add(rank: RankShape) -> Operation:
+def _dropout_and_add(rank: _Rank) -> Operation:
     return _pointwise(rank, rank.hidden_here, reads=2, writes=1, mask=1)
 
 
-def _linear(rank: RankShape, inner: int, columns: int) -> Operation:
+def _linear(rank: _Rank, inner: int, columns: int) -> Operation:
     rows, e = rank.tokens, rank.element_bytes
     return Operation(
         OperationKind.PRODUCT,
@@ -224,7 +231,7 @@ def _linear(rank: RankShape, inner: int, columns: int) -> Operation:
     )
 
 
-def _attention(rank: RankShape) -> tuple[Operation, ...]:
+def _attention(rank: _Rank) -> tuple[Operation, ...]:
     """Fused, or as Megatron's of 2021: two batched products, and mask, softmax and dropout between them."""
     head_size, e = rank.size.width // rank.size.heads, rank.element_bytes
     in_and_out = rank.hidden / rank.plan.tp  # elements of q, or of k, v or the output
@@ -247,51 +254,19 @@ def _attention(rank: RankShape) -> tuple[Operation, ...]:
 
 # ---- collectives -----------------------------------------------------------------------------------
 
-
-def block_collectives(rank: RankShape) -> tuple[Collective, ...]:
-    """Two sums over tensor ranks, each way; and what attention exchanges along the sequence."""
-    return (*_tensor_sums(rank, 2), *_context_exchange(rank))
+Times = Mapping[Change, tuple[int, ...]]
+"""By collective: how often in forward, in backward, and again in a backward that computes again."""
 
 
-def first_collectives(rank: RankShape) -> tuple[Collective, ...]:
-    """Each rank looks up its part of the vocabulary."""
+def _along_tp(rank: _Rank, whole: Times, split: Times) -> tuple[Collective, ...]:
+    """Collectives of the hidden tensor, where tensor ranks have all tokens, and where they split them."""
     if rank.plan.tp == 1:
         return ()
-    bytes_ = rank.hidden * rank.element_bytes
-    if rank.plan.sequence_parallel:
-        return (
-            Collective("tp", Change.REDUCE_SCATTER, bytes_, 1, 0),
-            Collective("tp", Change.ALL_GATHER, bytes_, 0, 1),
-        )
-    return (Collective("tp", Change.ALL_REDUCE, bytes_, 1, 0),)
+    times, num_bytes = split if rank.plan.sequence_parallel else whole, rank.hidden * rank.element_bytes
+    return tuple(Collective("tp", change, num_bytes, *each) for change, each in times.items())
 
 
-def last_collectives(rank: RankShape) -> tuple[Collective, ...]:
-    """The gradients of the head's inputs; of each token's outputs a maximum, a sum and one value."""
-    if rank.plan.tp == 1:
-        return ()
-    bytes_ = rank.hidden * rank.element_bytes
-    scalars = Collective("tp", Change.ALL_REDUCE, rank.tokens * FLOAT32_BYTES, 3, 0)
-    if rank.plan.sequence_parallel:
-        gathers = Collective("tp", Change.ALL_GATHER, bytes_, 1, 1)
-        return (gathers, Collective("tp", Change.REDUCE_SCATTER, bytes_, 0, 1), scalars)
-    return (Collective("tp", Change.ALL_REDUCE, bytes_, 0, 1), scalars)
-
-
-def _tensor_sums(rank: RankShape, times: int) -> tuple[Collective, ...]:
-    if rank.plan.tp == 1:
-        return ()
-    bytes_ = rank.hidden * rank.element_bytes
-    if not rank.plan.sequence_parallel:
-        return (Collective("tp", Change.ALL_REDUCE, bytes_, times, times, times),)
-    # Backward gathers the inputs again, for the gradients of weights (Korthikanti et al., section 4.2.2).
-    return (
-        Collective("tp", Change.ALL_GATHER, bytes_, times, 2 * times, times),
-        Collective("tp", Change.REDUCE_SCATTER, bytes_, times, times, times),
-    )
-
-
-def _context_exchange(rank: RankShape) -> tuple[Collective, ...]:
+def _context_exchange(rank: _Rank) -> tuple[Collective, ...]:
     """As much as `attention_sent_elements` says: a third in forward, two in backward; heads move as much both ways."""
     plan, size = rank.plan, rank.size
     if plan.cp == 1:
@@ -307,21 +282,6 @@ def _context_exchange(rank: RankShape) -> tuple[Collective, ...]:
         Collective("cp", Change.ALL_GATHER, exchange, 1, 1, 1),
     )
     return tuple(each for each in found if each.whole_bytes)
-
-
-# ---- activations -----------------------------------------------------------------------------------
-
-
-def block_saved_bytes(rank: RankShape) -> dict[str, float]:
-    """By `recompute`. Of each element of the hidden tensor: the inputs of two norms, of attention and of the MLP,
-    and two dropout masks; split over tensor ranks: q, k, v, the input of the output layer, and twice four for the MLP;
-    of each score two values and a mask.
-    """
-    e, t = rank.element_bytes, rank.plan.tp
-    outside = rank.hidden_here * (4 * e + 2 * MASK_BYTES)
-    inside = rank.hidden / t * 12 * e
-    scores = 0.0 if rank.is_fused else rank.scores * rank.heads * (2 * e + MASK_BYTES)
-    return {"none": outside + inside + scores, "selective": outside + inside, "full": rank.hidden_here * e}
 
 
 # ---- gpt facts ------------------------------------------------------------------------------------------------------
@@ -347,7 +307,6 @@ class GptFacts:
     batch_size: int
     precision: str = "float32"
     fused_attention: bool = False
-    scatter: bool = True
     update_spec: UpdateSpec = ADAM
     traits: ModelTraits = NO_TRAITS
 
@@ -371,10 +330,6 @@ class GptFacts:
                 f"precision = {self.precision!r}", f"one of {', '.join(ELEMENT_BYTES)}", "precision = float32"
             )
 
-    @cached_property
-    def size(self) -> GptSize:
-        return GptSize(self.layers, self.width, self.heads, self.vocabulary, self.length)
-
     @property
     def num_parameters(self) -> int:
         return sum(spec.num_elements for spec in self.specs(Plan()))
@@ -395,8 +350,19 @@ class GptFacts:
     @remembered(lambda _, plan: (plan.tp, plan.pp, plan.interleave, plan.stages))
     def specs(self, plan: Plan) -> Sequence[ParamSpec]:
         self._check(plan)
-        element_bytes = ELEMENT_BYTES[self.precision]
-        return gpt_specs(self.size, plan, self.stage_blocks(plan), dtype=self.precision, element_bytes=element_bytes)
+        dtype = self.precision, ELEMENT_BYTES[self.precision]
+        embedding, positions = _Weight((self.vocabulary, self.width), 0), _Weight((self.length, self.width))
+        specs = [
+            ParamSpec(EMBEDDING, embedding.shape, *dtype, shards=embedding.shards(plan.tp), is_tied=plan.pp > 1),
+            ParamSpec(POSITIONS, positions.shape, *dtype, shards=positions.shards(plan.tp)),
+        ]
+        # The shards of all blocks are the same: a search asks for many divisions.
+        weights = {name: (each.shape, each.shards(plan.tp)) for name, each in _block_weights(self.width).items()}
+        for stage, blocks in enumerate(self.stage_blocks(plan)):
+            for index in blocks:
+                for name, (shape, shards) in weights.items():
+                    specs.append(ParamSpec(f"{_block_name(index)}.{name}", shape, *dtype, stage=stage, shards=shards))
+        return specs
 
     def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
         """By weights in products, as Fourfold divides a model: the head counts, an embedding does not."""
@@ -435,15 +401,14 @@ class GptFacts:
     def _make_facts(self, plan: Plan) -> ModelFacts:
         compute = COMPUTE_FORMATS.get(plan.precision)
         element_bytes = compute.num_bytes if compute else ELEMENT_BYTES[self.precision]
-        rank = RankShape(self.size, plan, element_bytes, is_fused=self.fused_attention or plan.cp > 1)
-        block = self._block(rank)
-        names = [(block_name(index), block_shapes(self.size)) for index in range(self.layers)]
+        rank = _Rank(self, plan, element_bytes, is_fused=self.fused_attention or plan.cp > 1)
+        block, weights = _block(rank), _block_weights(self.width)
         blocks = tuple(
-            dataclasses.replace(block, name=name, params=tuple(f"{name}.{each}" for each in shapes))
-            for name, shapes in names
+            dataclasses.replace(block, name=name, params=tuple(f"{name}.{each}" for each in weights))
+            for name in map(_block_name, range(self.layers))
         )
-        is_scattered = self.scatter and not plan.sequence_parallel
-        boundary = rank.hidden_here / (plan.tp if is_scattered else 1)
+        # With tp, each tensor rank sends its part; with sequence parallelism, it has no more.
+        boundary = rank.hidden_here / (1 if plan.sequence_parallel else plan.tp)
         return ModelFacts(
             _first(rank),
             blocks,
@@ -453,45 +418,3 @@ class GptFacts:
             boundary_columns=self.width,
             boundary_element_bytes=element_bytes,
         )
-
-    @staticmethod
-    def _block(rank: RankShape) -> SegmentFacts:
-        """One block, without its names."""
-        # A backward holds the gradients of the MLP's inner tensor before and behind its activation.
-        temporary = 2 * 4 * rank.hidden / rank.plan.tp * rank.element_bytes
-        return SegmentFacts(
-            "",
-            (),
-            block_operations(rank),
-            block_saved_bytes(rank),
-            block_collectives(rank),
-            temporary,
-        )
-
-
-def _first(rank: RankShape) -> SegmentFacts:
-    """Keeps a dropout mask."""
-    return SegmentFacts(
-        "",
-        (EMBEDDING, POSITIONS),
-        first_operations(rank),
-        _whatever_is_recomputed(rank.hidden_here * MASK_BYTES),
-        first_collectives(rank),
-    )
-
-
-def _last(rank: RankShape) -> SegmentFacts:
-    """Keeps its input, and the softmax of its outputs in float32."""
-    outputs = rank.tokens * -(-rank.size.vocabulary // rank.plan.tp)
-    return SegmentFacts(
-        "",
-        (EMBEDDING,),
-        last_operations(rank),
-        _whatever_is_recomputed(rank.hidden_here * rank.element_bytes + outputs * FLOAT32_BYTES),
-        last_collectives(rank),
-        temporary_bytes=outputs * (FLOAT32_BYTES + rank.element_bytes),
-    )
-
-
-def _whatever_is_recomputed(num_bytes: float) -> dict[str, float]:
-    return dict.fromkeys(("none", "selective", "full"), num_bytes)
