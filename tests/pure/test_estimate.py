@@ -15,7 +15,7 @@ from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
 from fourfold.plan.topology import Topology
-from fourfold.planner.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes, estimate_step
+from fourfold.planner.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes
 from fourfold.planner.predict.memory import predict_memory
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.mesh import Mesh
@@ -27,7 +27,7 @@ from tests.planner_cases import ChainFacts, LinearPrices, cases
 @given(case=cases())
 def test_an_estimate_is_within_its_error_of_the_prediction(case):
     predicted = predict_step(case.blueprint, case.facts, case.prices)
-    estimated = estimate_step(case.plan, case.facts, case.prices, case.topology)
+    estimated = Estimator(case.facts, case.prices, case.topology).estimate(case.plan)
     assert estimated.seconds == pytest.approx(predicted.seconds, rel=ESTIMATE_ERROR)
     assert sum(estimated.terms) == pytest.approx(estimated.seconds)
     assert estimated.terms.compute == pytest.approx(predicted.terms.compute, rel=0.15)  # perhaps of another place
@@ -44,7 +44,7 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
     blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
     predicted = predict_step(blueprint, facts, prices)
     assert predicted.terms.exposed > 0.1 * predicted.seconds
-    assert estimate_step(plan, facts, prices, topology).seconds == pytest.approx(predicted.seconds, rel=0.01)
+    assert Estimator(facts, prices, topology).estimate(plan).seconds == pytest.approx(predicted.seconds, rel=0.01)
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,7 +52,7 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
 def test_an_estimate_holds_at_most_one_percent_more_than_the_prediction(case):
     # A search leaves out what does not fit by its estimate.
     predicted = max(each.total for each in predict_memory(case.blueprint, case.facts))
-    estimated = estimate_step(case.plan, case.facts, case.prices, case.topology).memory.total
+    estimated = Estimator(case.facts, case.prices, case.topology).estimate(case.plan).memory.total
     assert predicted * 0.93 <= estimated <= predicted * 1.01
 
 
@@ -63,7 +63,7 @@ def test_tables_do_not_change_estimates(case, zero, recompute, times):
     changes = {"zero": zero, "recompute": recompute, "microbatches": case.plan.microbatches * times}
     plans = [case.plan, *(replace(case.plan, **{name: value}) for name, value in changes.items())]
     for plan in [*plans, *reversed(plans)]:
-        assert estimator.estimate(plan) == estimate_step(plan, case.facts, case.prices, case.topology)
+        assert estimator.estimate(plan) == Estimator(case.facts, case.prices, case.topology).estimate(plan)
 
 
 @settings(max_examples=50, deadline=None)
@@ -123,7 +123,7 @@ def test_an_estimate_makes_no_lists_of_a_schedule():
     plan = Plan(pp=8, microbatches=4096, schedule="zero-bubble")
     facts = ChainFacts(num_blocks=16, batch_size=4096)
     topology = Topology.regular(hosts=1, ranks_per_host=8, device="cuda")
-    assert estimate_step(plan, facts, LinearPrices(), topology).seconds > 0
+    assert Estimator(facts, LinearPrices(), topology).estimate(plan).seconds > 0
     assert "compute_lists" not in vars(plan)
 
 

@@ -14,11 +14,10 @@ How each field of a plan enters is in `PRICED` of `tests/pure/test_predict_field
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from fourfold.orders.sample_order import shard_range
-from fourfold.plan.dependencies import Dependency
 from fourfold.plan.lowering import Blueprint, DataGroup
 from fourfold.plan.rank_program import RankProgram
 from fourfold.planner.predict.bucket_collectives import CollectiveSeconds, shape_of
@@ -119,10 +118,6 @@ class PlaceCosts:
         self._speed = job.speeds[group.stage.stage] if job.speeds else 1.0
         self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
 
-    def of(self, actions: Sequence[Action]) -> "ProgramCosts":
-        """The costs of a program's actions."""
-        return ProgramCosts(self, actions)
-
     # ---- what a stage computes ------------------------------------------------------------------------
 
     def stage(self, action: Action) -> StageSeconds:
@@ -163,7 +158,7 @@ class ProgramCosts:
     """What the actions of one rank's program cost. `parts`: of those that the process itself is busy with."""
 
     def __init__(self, place: PlaceCosts, actions: Sequence[Action]) -> None:
-        self._place, self._index = place, RankProgram(actions)
+        self.place, self._index = place, RankProgram(actions)
         self._reductions: dict[Action, list[Action]] = {}
         for reduction, backward in self._index.backward_before.items():
             self._reductions.setdefault(backward, []).append(reduction)
@@ -175,19 +170,21 @@ class ProgramCosts:
             if action.verb in PARTS:
                 self.parts[action] = PARTS[action.verb](self, action)
                 self.seconds[action] = sum(self.parts[action])
+            elif action.verb in COLLECTIVES:
+                self.seconds[action] = self.collective(action).sent
             else:
-                self.seconds[action] = SECONDS[action.verb](self, action)
+                self.seconds[action] = place.message(action)
         self._add_gather_overlaps()
 
     # ---- forward and backward -------------------------------------------------------------------------
 
     def forward(self, action: Action) -> StepTerms:
-        stage = self._place.stage(action)
+        stage = self.place.stage(action)
         unshards = self._index.unshards_of.get(action, [])
         return self._phase(action, stage.forward, [stage.forward_until(self._names(each)) for each in unshards])
 
     def backward(self, action: Action) -> StepTerms:
-        stage = self._place.stage(action)
+        stage = self.place.stage(action)
         is_input = action.verb == Verb.BACKWARD_INPUT
         terms = stage.backward_input if is_input else stage.backward
         names = [self._names(each) for each in self._index.unshards_of.get(action, [])]
@@ -195,32 +192,32 @@ class ProgramCosts:
         return phase if is_input else self._with_reductions(action, phase, is_weight_half=False)
 
     def backward_weight(self, action: Action) -> StepTerms:
-        terms = self._place.stage(action).backward_weight
-        terms = terms._replace(overhead=self._place.between)
+        terms = self.place.stage(action).backward_weight
+        terms = terms._replace(overhead=self.place.between)
         return self._with_reductions(action, terms, is_weight_half=True)
 
     def _phase(self, action: Action, terms: StepTerms, offsets: Sequence[float]) -> StepTerms:
         """A forward or backward with what its unshards add to it. `offsets`: of the first uses of their buckets."""
         unshards = self._index.unshards_of.get(action, [])
         if not unshards:
-            return terms._replace(overhead=self._place.between)
-        costs = [self._collective(each) for each in unshards]
+            return terms._replace(overhead=self.place.between)
+        costs = [self.collective(each) for each in unshards]
         stalls = self._stalls[action] = GatherStalls.of(offsets, [each.sent for each in costs])
         for unshard, offset in zip(unshards, offsets, strict=True):
             # Beyond the first one, the wait for a bucket is a part of the phase.
             self.overlaps[action, unshard] = offset if unshard == unshards[0] else offset + stalls.total
         own, sent = sum(each.own for each in costs), sum(each.sent for each in costs)
-        exposed = terms.exposed + own + self._place.slowed(sent, sum(terms)) + stalls.total
-        return terms._replace(exposed=exposed, overhead=self._place.between)
+        exposed = terms.exposed + own + self.place.slowed(sent, sum(terms)) + stalls.total
+        return terms._replace(exposed=exposed, overhead=self.place.between)
 
     def _with_reductions(self, action: Action, terms: StepTerms, *, is_weight_half: bool) -> StepTerms:
         """A backward with its gradients, and with what its reductions add to it."""
-        place, stage = self._place, self._place.stage(action)
+        place, stage = self.place, self.place.stage(action)
         terms = terms._replace(compute=terms.compute + place.gradient_seconds(action))
         reductions = self._reductions.get(action, [])
         if not reductions:
             return terms
-        costs = [self._collective(each) for each in reductions]
+        costs = [self.collective(each) for each in reductions]
         remaining = [stage.remaining(self._names(each), is_weight_half=is_weight_half) for each in reductions]
         window, is_round = max(remaining), action != self._index.last[action.verb, action.stage]
         # After a round that is not the last one, the next forward computes while its messages are under way.
@@ -234,49 +231,32 @@ class ProgramCosts:
         return terms._replace(exposed=terms.exposed + extra + sum(each.own for each in costs))
 
     def _names(self, action: Action) -> list[str]:
-        return self._place.names(bucket_of(action, self._place.buckets.num_buckets))
+        return self.place.names(bucket_of(action, self.place.buckets.num_buckets))
 
     # ---- everything else ------------------------------------------------------------------------------
 
     def update(self, action: Action) -> StepTerms:
-        bucket = bucket_of(action, self._place.buckets.num_buckets)
-        terms = self._place.buckets.update(bucket)
-        own = self._place.buckets.collectives.gather(bucket).own if self._gathers(action) else 0.0
-        return terms._replace(exposed=own)
+        bucket = bucket_of(action, self.place.buckets.num_buckets)
+        gathers = Action(Verb.GATHER, action.stage, action.index) in self._index.actions
+        own = self.place.buckets.collectives.gather(bucket).own if gathers else 0.0
+        return self.place.buckets.update(bucket)._replace(exposed=own)
 
-    def _gathers(self, action: Action) -> bool:
-        return Action(Verb.GATHER, action.stage, action.index) in self._index.actions
-
-    def measure(self, action: Action) -> StepTerms:
-        return self._place.buckets.measure(action)
-
-    def pull(self, action: Action) -> StepTerms:
-        return self._place.buckets.pull(action.index)
-
-    def tie_gradient(self, action: Action) -> StepTerms:
-        return self._place.tie_gradient(action)
-
-    def _collective(self, action: Action) -> CollectiveSeconds:
-        of_verb: dict[Verb, Callable[[int], CollectiveSeconds]] = {
-            Verb.REDUCE: self._place.buckets.collectives.reduce,
-            Verb.GATHER: self._place.buckets.collectives.gather,
-            Verb.UNSHARD: self._place.buckets.collectives.unshard,
-            Verb.PUSH: self._place.buckets.collectives.push,
-        }
-        return of_verb[action.verb](bucket_of(action, self._place.buckets.num_buckets))
-
-    def sent(self, action: Action) -> float:
-        return self._collective(action).sent
-
-    def message(self, action: Action) -> float:
-        return self._place.message(action)
+    def collective(self, action: Action) -> CollectiveSeconds:
+        collectives = self.place.buckets.collectives
+        price = {
+            Verb.REDUCE: collectives.reduce,
+            Verb.GATHER: collectives.gather,
+            Verb.UNSHARD: collectives.unshard,
+            Verb.PUSH: collectives.push,
+        }[action.verb]
+        return price(bucket_of(action, self.place.buckets.num_buckets))
 
     def _add_gather_overlaps(self) -> None:
         """Weights that the step before has updated last are used first: a forward waits for them in turn."""
         gathers = [each for each in self._index.previous_step if each.verb == Verb.GATHER]
         first = next((each for each in self._index.actions if each.verb == Verb.FORWARD), None)
         if first is not None:
-            stage = self._place.stage(first)
+            stage = self.place.stage(first)
             self.overlaps |= {(first, each): stage.forward_until(self._names(each)) for each in gathers}
 
 
@@ -285,31 +265,13 @@ PARTS: Mapping[Verb, Callable[[ProgramCosts, Action], StepTerms]] = {
     Verb.BACKWARD: ProgramCosts.backward,
     Verb.BACKWARD_INPUT: ProgramCosts.backward,
     Verb.BACKWARD_WEIGHT: ProgramCosts.backward_weight,
-    Verb.MEASURE: ProgramCosts.measure,
     Verb.UPDATE: ProgramCosts.update,
-    Verb.PULL: ProgramCosts.pull,
-    Verb.TIE_GRADIENT: ProgramCosts.tie_gradient,
+    Verb.MEASURE: lambda costs, action: costs.place.buckets.measure(action),
+    Verb.PULL: lambda costs, action: costs.place.buckets.pull(action.index),
+    Verb.TIE_GRADIENT: lambda costs, action: costs.place.tie_gradient(action),
 }
-SECONDS: Mapping[Verb, Callable[[ProgramCosts, Action], float]] = {
-    **dict.fromkeys((Verb.REDUCE, Verb.GATHER, Verb.UNSHARD, Verb.PUSH), ProgramCosts.sent),
-    **dict.fromkeys(
-        (Verb.SEND_FORWARD, Verb.RECEIVE_FORWARD, Verb.SEND_BACKWARD, Verb.RECEIVE_BACKWARD, Verb.TIE),
-        ProgramCosts.message,
-    ),
-}
-
-
-class StepCosts:
-    """The costs of a step, by place, as `simulate` asks for them."""
-
-    def __init__(self, by_place: Iterable[ProgramCosts]) -> None:
-        self.by_place = dict(enumerate(by_place))
-
-    def cost(self, rank: int, action: Action) -> float:
-        return self.by_place[rank].seconds[action]
-
-    def overlap(self, rank: int, action: Action, needed: Dependency) -> float:
-        return self.by_place[rank].overlaps.get((action, needed.action), 0.0)
+"""Of the actions that the process itself is busy with."""
+COLLECTIVES = (Verb.REDUCE, Verb.GATHER, Verb.UNSHARD, Verb.PUSH)
 
 
 def pricer_of(job: Job) -> SegmentPricer:

@@ -92,8 +92,6 @@ class PlaceData(NamedTuple):
     num_buckets: int
     measured: CollectiveSeconds
     gradients: tuple[float, float]
-    resting_bytes: float
-    plain_extras: Extras
 
 
 class BucketKinds(NamedTuple):
@@ -212,11 +210,9 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
     updates = [buckets.update(number).update for number in range(len(group.buckets))]
     reductions = [collectives.reduce(number).sent for number in range(len(group.buckets))]
     pulled = [buckets.pull(number).update * count for number, count in counts.items()]
-    resting = resting_memory(blueprint, group, place, order)
     first, later = (buckets.gradient_seconds_of_place(is_first=is_first) for is_first in (True, False))
     return PlaceData(
-        resting=resting,
-        resting_bytes=resting.total,
+        resting=resting_memory(blueprint, group, place, order),
         reduce=totals(collectives.reduce),
         gather=totals(collectives.gather),
         unshard=totals(collectives.unshard),
@@ -229,7 +225,6 @@ def _place_data(blueprint: Blueprint, group: DataGroup, own: _PlaceBuckets, pric
         num_buckets=len(order),
         measured=_measured(blueprint, buckets, place),
         gradients=(first, later),
-        plain_extras=Extras(gradients=later),
     )
 
 

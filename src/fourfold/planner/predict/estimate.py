@@ -208,7 +208,7 @@ def has_rounds(plan: Plan) -> bool:
 def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) -> Extras:
     """What a microbatch takes in addition, except for the reductions of the last backward."""
     if not (data.unshard.own or data.unshard.sent or has_rounds(plan)):
-        return data.plain_extras
+        return Extras(gradients=data.gradients[1])
     forward, backward = compute.forward_seconds, compute.backward_seconds
     # All buckets of the first segment of a stage are waited for; then others come while those before them are used.
     own, sent = data.unshard.own, data.unshard.sent
@@ -286,11 +286,6 @@ EDGE_FIELDS = (
 edge_key = attrgetter(*EDGE_FIELDS)
 
 
-def estimate_step(plan: Plan, source: FactsSource, prices: Prices, topology: Topology) -> Prediction:
-    """See `Estimator`, whose tables pay when there are many plans."""
-    return Estimator(source, prices, topology).estimate(plan)
-
-
 class Estimator:
     """Estimates the plans of one search: `source`, `prices` and `topology` stay the same."""
 
@@ -334,7 +329,7 @@ class Estimator:
     def _added(self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData]) -> list[Extras]:
         """By place, what the data axis adds to a microbatch."""
         if plan.zero < 2:
-            return [own.plain_extras for own in data]
+            return [Extras(gradients=own.gradients[1]) for own in data]
         return [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
 
     def _data_group(self, plan: Plan) -> GroupShape:
@@ -396,7 +391,7 @@ class Estimator:
         has_halves = divides_backward(plan)
         temporaries = [each.first_half_bytes if has_halves else each.temporary_bytes for each in places]
         totals = [
-            own.resting_bytes + kept + more for own, kept, more in zip(data, activations, temporaries, strict=True)
+            own.resting.total + kept + more for own, kept, more in zip(data, activations, temporaries, strict=True)
         ]
         place = max(range(plan.pp), key=totals.__getitem__)
         received = self._source.facts(plan).boundary_bytes * samples if plan.pp > 1 else 0.0

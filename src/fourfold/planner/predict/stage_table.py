@@ -4,9 +4,12 @@ variant  a plan's fields on which facts and the prices of segments depend
 Law: a place costs and keeps what its segments do. What it keeps is found apart: activations take long to count.
 """
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,7 +26,8 @@ PLACE_FIELDS = (*SEGMENT_FIELDS, "pp", "interleave", "stages")
 place_key, segment_key = attrgetter(*PLACE_FIELDS), attrgetter(*SEGMENT_FIELDS)
 
 
-class PlaceCompute(NamedTuple):
+@dataclass(frozen=True)
+class PlaceCompute:
     """What a place computes with one microbatch.
 
     first_stage  seconds of a backward, and of its weight half, of the stage whose buckets are ready last
@@ -34,32 +38,33 @@ class PlaceCompute(NamedTuple):
     backward_weight: StepTerms
     first_stage: tuple[float, float]
     num_segments: int
-    forward_seconds: float
-    input_seconds: float
-    weight_seconds: float
 
     def at_speed(self, speed: float) -> "PlaceCompute":
         """The same on devices that compute faster or slower."""
-        forward, inputs, weights = (
-            at_speed(each, speed) for each in (self.forward, self.backward_input, self.backward_weight)
+        slower = dataclasses.replace(
+            self,
+            forward=at_speed(self.forward, speed),
+            backward_input=at_speed(self.backward_input, speed),
+            backward_weight=at_speed(self.backward_weight, speed),
         )
-        slower = sum(inputs) + sum(weights), sum(weights)
-        before = self.backward_seconds, self.weight_seconds
-        first_stage = tuple(
-            part * (now / then if then else 1.0)
-            for part, now, then in zip(self.first_stage, slower, before, strict=True)
-        )
-        return self._replace(
-            forward=forward,
-            backward_input=inputs,
-            backward_weight=weights,
-            first_stage=(first_stage[0], first_stage[1]),
-            forward_seconds=sum(forward),
-            input_seconds=sum(inputs),
-            weight_seconds=sum(weights),
-        )
+        backward, weight = self.first_stage
+        backward *= slower.backward_seconds / self.backward_seconds if self.backward_seconds else 1.0
+        weight *= slower.weight_seconds / self.weight_seconds if self.weight_seconds else 1.0
+        return dataclasses.replace(slower, first_stage=(backward, weight))
 
-    @property
+    @cached_property
+    def forward_seconds(self) -> float:
+        return sum(self.forward)
+
+    @cached_property
+    def input_seconds(self) -> float:
+        return sum(self.backward_input)
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        return sum(self.backward_weight)
+
+    @cached_property
     def backward_seconds(self) -> float:
         return self.input_seconds + self.weight_seconds
 
@@ -168,17 +173,10 @@ def _compute(sums: _Seconds, ranges: _Ranges) -> PlaceCompute:
     input_half, weight_half = (
         sum(prefix[stop]) - sum(prefix[begin]) for prefix in (sums.backward_input, sums.backward_weight)
     )
+    num_segments = sum(b - a for a, b in ranges)
     forward, backward_input, backward_weight = map(terms, sums)
-    return PlaceCompute(
-        forward,
-        backward_input,
-        backward_weight,
-        first_stage=(input_half + weight_half, weight_half),
-        num_segments=sum(b - a for a, b in ranges),
-        forward_seconds=sum(forward),
-        input_seconds=sum(backward_input),
-        weight_seconds=sum(backward_weight),
-    )
+    first_stage = input_half + weight_half, weight_half
+    return PlaceCompute(forward, backward_input, backward_weight, first_stage, num_segments)
 
 
 def _activations(

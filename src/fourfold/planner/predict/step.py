@@ -24,12 +24,13 @@ from fourfold.axes.data.rules.step_program import UseOrders
 from fourfold.axes.data.rules.zero import layout_changes
 from fourfold.axes.pipeline.rules.schedules import batches_in_flight, warm_up
 from fourfold.axes.pipeline.rules.spec import PipelineSpec
+from fourfold.plan.dependencies import Dependency
 from fourfold.plan.lowering import Blueprint, DataGroup
 from fourfold.plan.plan import Plan
 from fourfold.plan.rank_program import lane_of
-from fourfold.plan.simulate import TimedAction, simulate
+from fourfold.plan.simulate import TimedAction, Timeline, simulate
 from fourfold.plan.step_programs import StepRecord
-from fourfold.planner.predict.action_costs import Job, PlaceCosts, StepCosts, place_groups, pricer_of
+from fourfold.planner.predict.action_costs import Job, PlaceCosts, ProgramCosts, place_groups, pricer_of
 from fourfold.planner.predict.edges import EdgeMessages, message_bytes
 from fourfold.planner.predict.facts import Collective, FactsSource, SegmentFacts
 from fourfold.planner.predict.memory import predict_memory
@@ -103,16 +104,27 @@ def simulate_steady(blueprint: Blueprint, places: Sequence[PlaceCosts], program:
         for place, actions in program.items()
     }
     unrolled = {place: tuple(each.action for step in own for each in step) for place, own in steps.items()}
-    costs = StepCosts(place.of(unrolled[index]) for index, place in enumerate(places))
-    timeline = simulate(unrolled, costs.cost, overlap=costs.overlap, mesh=Mesh(pp=spec.pp))
+    costs = [ProgramCosts(place, unrolled[index]) for index, place in enumerate(places)]
+    timeline = _timeline(unrolled, costs)
     by_place = []
     for place, own in steps.items():
-        parts = costs.by_place[place].parts
+        parts = costs[place].parts
         begin, end = (_end_of(own[index], parts, timeline[place]) for index in (-1 - NUM_MEASURED, -1))
         times = [timed for timed in timeline[place] if begin <= timed.start < end]
         by_place.append(step_terms(times, parts, begin=begin, end=end))
     slowest = max(by_place, key=lambda terms: terms.total - terms.bubble)
     return Simulated(scale_terms(slowest, 1 / NUM_MEASURED), _last_step(steps, timeline))
+
+
+def _timeline(program: Program, costs: Sequence[ProgramCosts]) -> Timeline:
+    """`program`, `costs`: by place."""
+
+    def overlap(place: int, action: Action, needed: Dependency) -> float:
+        return costs[place].overlaps.get((action, needed.action), 0.0)
+
+    return simulate(
+        program, lambda place, action: costs[place].seconds[action], overlap=overlap, mesh=Mesh(pp=len(costs))
+    )
 
 
 def number_step(actions: Sequence[Action], spec: PipelineSpec, place: int, step: int) -> list[Numbered]:
@@ -320,13 +332,13 @@ def _one_of_each(blueprint: Blueprint, program: Program) -> dict[int, tuple[Acti
 
 def _simulate(program: Program, places: Sequence[PlaceCosts], waiting: float) -> Simulated:
     """The timeline of a program, and the terms of the place with the longest step. `waiting`: `Prices.waiting`."""
-    costs = StepCosts(place.of(program[index]) for index, place in enumerate(places))
-    timeline = simulate(program, costs.cost, overlap=costs.overlap, mesh=Mesh(pp=len(places)))
+    costs = [ProgramCosts(place, program[index]) for index, place in enumerate(places)]
+    timeline = _timeline(program, costs)
     ends = {place: max(timed.end for timed in times) for place, times in timeline.items()}
-    starts = {place: first_start(times, costs.by_place[place].parts) for place, times in timeline.items()}
+    starts = {place: first_start(times, costs[place].parts) for place, times in timeline.items()}
 
     def terms_of(place: int) -> StepTerms:
-        parts = costs.by_place[place].parts
+        parts = costs[place].parts
         return shorten_waits(step_terms(timeline[place], parts, begin=starts[place], end=ends[place]), waiting)
 
     longest = max(ends, key=lambda place: ends[place] - starts[place])
