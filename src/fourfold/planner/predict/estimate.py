@@ -291,7 +291,7 @@ class Estimator:
 
     def __init__(self, source: FactsSource, prices: Prices, topology: Topology) -> None:
         self._source, self._prices, self._topology = source, prices, topology
-        self._stages = StageTable(source, prices)
+        self.stages = StageTable(source, prices)
         self._buckets = BucketTable(source, prices, topology)
         self._slowdown, self._between = prices.slowdown(), prices.between_actions()
         self._waiting = prices.waiting()
@@ -306,7 +306,7 @@ class Estimator:
     def terms(self, plan: Plan, speeds: Sequence[float] = ()) -> StepTerms:
         """Of an estimate: they need no facts of activations, which take long to count."""
         samples = self._samples(plan)
-        computes = self._stages.of(plan, samples, self._data_group(plan))
+        computes = self.stages.of(plan, samples, self._data_group(plan))
         if speeds:
             computes = tuple(each.at_speed(speed) for each, speed in zip(computes, speeds, strict=True))
         kinds = self._buckets.of(plan)
@@ -382,7 +382,7 @@ class Estimator:
         """What a rank of the place that holds most holds, without a reserve."""
         samples, kinds = self._samples(plan), self._buckets.of(plan)
         data = [kinds.kinds[kind] for kind in kinds.of_place]
-        places = self._stages.activations(plan, samples)
+        places = self.stages.activations(plan, samples)
         flights = flights_of(plan.schedule, plan.pipeline_spec) if plan.pp > 1 else [Flight(1.0)]
         activations = [
             samples * (each.saved * own.saved_bytes + each.deferred * own.deferred_bytes)

@@ -18,7 +18,7 @@ from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.memory import copied_shapes, factor_bytes
 from fourfold.planner.predict.prediction import StepTerms
 from fourfold.planner.predict.prices import GroupShape, Prices
-from fourfold.planner.predict.stage_seconds import ZERO, SegmentPricer, add_terms, at_speed, minus, plus
+from fourfold.planner.predict.stage_seconds import ZERO, SegmentParts, SegmentPricer, add_terms, at_speed, minus, plus
 from fourfold.planner.remembered import remembered
 
 SEGMENT_FIELDS = ("tp", "dims", "cp", "ring", "ulysses", "sequence_parallel", "precision", "recompute", "batch_norm")
@@ -117,18 +117,23 @@ class StageTable:
     def of(self, plan: Plan, num_samples: float, data: GroupShape) -> tuple[PlaceCompute, ...]:
         """By place. `data`: the ranks of dp, for batch statistics."""
         sums = self._sums(plan, num_samples, data)
-        return tuple(_compute(sums, ranges) for ranges in self._ranges_of(plan))
+        return tuple(_compute(sums, ranges) for ranges in self.ranges_of(plan))
 
     @remembered(lambda _, plan, num_samples: (place_key(plan), num_samples))
     def activations(self, plan: Plan, num_samples: float) -> tuple[PlaceActivations, ...]:
         """By place."""
         received = self._source.facts(plan).boundary_bytes if plan.pp > 1 else 0.0
         kept, temporary = self._kept_bytes(plan), self._temporary_bytes(plan, num_samples)
-        return tuple(_activations(kept, temporary, ranges, received, num_samples) for ranges in self._ranges_of(plan))
+        return tuple(_activations(kept, temporary, ranges, received, num_samples) for ranges in self.ranges_of(plan))
+
+    @remembered(lambda _, plan, num_samples: (segment_key(plan), plan.pp > 1, num_samples))
+    def segment_seconds(self, plan: Plan, num_samples: float) -> list[float]:
+        """By segment: a forward and a backward of a microbatch, without batch statistics."""
+        return [sum(map(sum, each)) for each in self._parts(plan, num_samples, GroupShape(1))]
 
     @remembered(lambda _, plan: (plan.pp, plan.interleave, plan.stages))
-    def _ranges_of(self, plan: Plan) -> list[_Ranges]:
-        """By place."""
+    def ranges_of(self, plan: Plan) -> list[_Ranges]:
+        """By place: the segments of each of its stages."""
         blocks = self._source.stage_blocks(plan)
         # Segment 0 is the first end, block i is segment i + 1.
         starts = [0 if stage == 0 else own.start + 1 for stage, own in enumerate(blocks)]
@@ -138,10 +143,16 @@ class StageTable:
     @remembered(
         lambda _, plan, num_samples, data: (segment_key(plan), plan.pp > 1, num_samples, _of_statistics(plan, data))
     )
-    def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Seconds:
+    def _parts(self, plan: Plan, num_samples: float, data: GroupShape) -> list[SegmentParts]:
+        """By segment."""
         pricer = SegmentPricer(self._prices, plan, data)
-        parts = [pricer.parts(each, num_samples) for each in self._source.facts(plan).segments]
-        halves = zip(*parts, strict=True)
+        return [pricer.parts(each, num_samples) for each in self._source.facts(plan).segments]
+
+    @remembered(
+        lambda _, plan, num_samples, data: (segment_key(plan), plan.pp > 1, num_samples, _of_statistics(plan, data))
+    )
+    def _sums(self, plan: Plan, num_samples: float, data: GroupShape) -> _Seconds:
+        halves = zip(*self._parts(plan, num_samples, data), strict=True)
         return _Seconds(*(list(itertools.accumulate(half, plus, initial=ZERO)) for half in halves))
 
     @remembered(lambda _, plan, num_samples: (segment_key(plan), plan.pp > 1, num_samples))

@@ -33,17 +33,17 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fourfold.plan.check import legality_problems
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import Cluster, topology_of
 from fourfold.planner.predict.estimate import Estimator, flights_of
-from fourfold.planner.predict.facts import FactsSource, SegmentFacts
+from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.prediction import Prediction, StepTerms
 from fourfold.planner.predict.prices import Prices
-from fourfold.planner.predict.stage_seconds import stage_segments
+from fourfold.planner.predict.stage_table import place_key
 from fourfold.planner.predict.step import predict_step
 from fourfold.planner.remembered import remembered
 from fourfold.words.errors import Problem
@@ -84,7 +84,7 @@ class Submesh(NamedTuple):
 
 
 class Division(NamedTuple):
-    """By stage: where its blocks stop, and the index of its submesh."""
+    """By stage: where its blocks stop, and the index of its submesh. That of the first blocks has fewer stages."""
 
     stops: tuple[int, ...]
     submeshes: tuple[int, ...]
@@ -98,29 +98,6 @@ class Division(NamedTuple):
     def counts(self) -> str:
         """The division as a plan's `stages`: how many blocks each stage has."""
         return ",".join(str(stop - start) for start, stop in zip((0, *self.stops), self.stops, strict=False))
-
-
-class _Label(NamedTuple):
-    """A division of the first blocks, without its last stage: `before`."""
-
-    slowest: float
-    total: float
-    stop: int = 0
-    kind: int = 0
-    before: "_Label | None" = None
-
-    def division(self) -> Division:
-        labels = list(_behind(self))[::-1]
-        stops, kinds = (tuple(getattr(each, name) for each in labels) for name in ("stop", "kind"))
-        return Division(stops, kinds, self.slowest, self.total)
-
-
-def _behind(label: _Label) -> Iterator[_Label]:
-    """A label and those before it, the empty division left out."""
-    current: _Label | None = label
-    while current is not None and current.before is not None:
-        yield current
-        current = current.before
 
 
 _State = tuple[int, tuple[int, ...]]
@@ -145,10 +122,10 @@ def best_division(
     """
     # All microbatches pass the slowest stage: a division with a slower one has a longer step than the known one.
     ranges = _StageRanges(chain, len(in_flight), known_seconds / microbatches, max(each.speed for each in submeshes))
-    states: dict[_State, list[_Label]] = {(0, (0,) * len(submeshes)): [_Label(0.0, 0.0)]}
+    states: dict[_State, list[Division]] = {(0, (0,) * len(submeshes)): [Division((), (), 0.0, 0.0)]}
     for stage, num_saved in enumerate(in_flight):
-        following: dict[_State, list[_Label]] = {}
-        for (start, used), labels in states.items():
+        following: dict[_State, list[Division]] = {}
+        for (start, used), divisions in states.items():
             for kind in range(len(submeshes)) if order is None else (order[stage],):
                 submesh = submeshes[kind]
                 if used[kind] == submesh.num_places:
@@ -156,11 +133,10 @@ def best_division(
                 now_used = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
                 for stop, seconds in ranges.stops(stage, start, submesh, num_saved):
                     kept = following.setdefault((stop, now_used), [])
-                    for each in labels:
-                        slowest, total = max(each.slowest, seconds), each.total + seconds
-                        _keep(kept, _Label(slowest, total, stop, kind, each))
+                    for each in divisions:
+                        _extend(kept, each, stop, kind, seconds)
         states = following
-    found = [each.division() for labels in states.values() for each in labels]
+    found = [each for divisions in states.values() for each in divisions]
     best = min(found, key=lambda each: each.step_seconds(microbatches), default=None)
     return best if best is not None and best.step_seconds(microbatches) < known_seconds else None
 
@@ -221,12 +197,13 @@ class _StageRanges:
         return self._sums[index][stop] - self._sums[index][start] + ends
 
 
-def _keep(kept: list[_Label], new: _Label) -> None:
-    """Add a division to those of a state, unless one of them is as good in both respects; drop those that are worse."""
-    if any(each.slowest <= new.slowest and each.total <= new.total for each in kept):
+def _extend(kept: list[Division], before: Division, stop: int, kind: int, seconds: float) -> None:
+    """Add a division with one more stage to a state, unless another one is as good in both; drop those that are worse."""
+    slowest, total = max(before.slowest, seconds), before.total + seconds
+    if any(each.slowest <= slowest and each.total <= total for each in kept):
         return
-    kept[:] = [each for each in kept if each.slowest < new.slowest or each.total < new.total]
-    kept.append(new)
+    kept[:] = [each for each in kept if each.slowest < slowest or each.total < total]
+    kept.append(Division((*before.stops, stop), (*before.submeshes, kind), slowest, total))
 
 
 # ---- unequal hosts -------------------------------------------------------------------------------------------------
@@ -303,16 +280,6 @@ WORTH_FITTING = 1.5  # a division by which a plan fits may make it slower by thi
 WORTH_A_LOOK = 1.001  # a slowest stage within this factor of the least possible one is not divided again
 
 
-_cost_key = attrgetter("recompute", "precision", "tp", "cp")
-
-
-class _Counted(NamedTuple):
-    """A segment, and how many there are that compute the same."""
-
-    segment: SegmentFacts
-    number: int
-
-
 class StepPricing:
     """What plans of a task take on all devices of a cluster.
 
@@ -334,30 +301,15 @@ class StepPricing:
 
     def floor(self, plan: Plan) -> float:
         """Whatever the schedule, zero, shard and update of the plan are."""
-        return plan.microbatches * self._busy(plan, self._samples(plan)) / self._places(plan.pp).total_speed
-
-    @remembered(lambda _, plan, samples: (facts_key(plan), plan.recompute, samples))
-    def _busy(self, plan: Plan, samples: float) -> float:
-        """Of one microbatch, over all places."""
-        return sum(each.number * self._seconds(each.segment, plan, samples) for each in self._distinct(plan))
-
-    @remembered(lambda _, plan: facts_key(plan))
-    def _distinct(self, plan: Plan) -> list[_Counted]:
-        counts: dict[tuple[Any, ...], _Counted] = {}
-        for segment in self._source.facts(plan).segments:
-            key = (segment.operations, segment.collectives, segment.norm_channels)
-            counts[key] = _Counted(segment, counts[key].number + 1 if key in counts else 1)
-        return list(counts.values())
+        return plan.microbatches * sum(self._segment_seconds(plan)) / self._places(plan.pp).total_speed
 
     def _samples(self, plan: Plan) -> float:
         """Of a microbatch on a data rank, in the mean."""
         return self._source.batch_size / plan.dp / plan.microbatches
 
-    @remembered(lambda _, segment, plan, samples: (segment.operations, segment.collectives, _cost_key(plan), samples))
-    def _seconds(self, segment: SegmentFacts, plan: Plan, samples: float) -> float:
-        """Forward and backward of one microbatch."""
-        priced = self._prices.segment(segment, plan, samples)
-        return priced.forward + priced.backward
+    def _segment_seconds(self, plan: Plan) -> list[float]:
+        """By segment: forward and backward of one microbatch, at speed 1."""
+        return self._estimator.stages.segment_seconds(plan, self._samples(plan))
 
     def problems(self, plan: Plan) -> list[Problem]:
         """Why the plan cannot be carried out."""
@@ -387,7 +339,7 @@ class StepPricing:
         return tuple(places.kinds[kind].speed for kind in self._kinds(plan)) if self._cluster.host_speeds else ()
 
     def _kinds(self, plan: Plan) -> tuple[int, ...]:
-        return self._kinds_of(self._place_seconds(plan, self._samples(plan)), plan.microbatches)
+        return self._kinds_of(self._place_seconds(plan), plan.microbatches)
 
     @remembered()
     def _kinds_of(self, place_seconds: tuple[float, ...], microbatches: int) -> tuple[int, ...]:
@@ -397,16 +349,11 @@ class StepPricing:
     def _places(self, num_places: int) -> Places:
         return places_of(self._cluster, num_places)
 
-    @remembered(
-        lambda _, plan, samples: (facts_key(plan), plan.recompute, samples, plan.pp, plan.interleave, plan.stages)
-    )
-    def _place_seconds(self, plan: Plan, samples: float) -> tuple[float, ...]:
-        """By place: what it computes of a microbatch of so many samples, at speed 1."""
-        facts, seconds = self._source.facts(plan), [0.0] * plan.pp
-        for stage, blocks in enumerate(self.stage_blocks(plan)):
-            segments = stage_segments(facts, blocks, is_first=stage == 0, is_last=stage == plan.num_stages - 1)
-            seconds[stage % plan.pp] += sum(self._seconds(each, plan, samples) for each in segments)
-        return tuple(seconds)
+    @remembered(lambda self, plan: (place_key(plan), self._samples(plan)))
+    def _place_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """By place: what it computes of a microbatch, at speed 1."""
+        seconds = self._segment_seconds(plan)
+        return tuple(sum(sum(seconds[a:b]) for a, b in own) for own in self._estimator.stages.ranges_of(plan))
 
     # ---- stages ------------------------------------------------------------------------------------
 
@@ -416,7 +363,7 @@ class StepPricing:
 
     def balance(self, plan: Plan) -> float:
         """What the places of the pipeline compute in the mean, over what the busiest one computes."""
-        places, seconds = self._places(plan.pp), self._place_seconds(plan, self._samples(plan))
+        places, seconds = self._places(plan.pp), self._place_seconds(plan)
         slowest = max(each / places.kinds[kind].speed for each, kind in zip(seconds, self._kinds(plan), strict=True))
         return sum(seconds) / places.total_speed / slowest
 
@@ -457,12 +404,8 @@ class StepPricing:
         fullest = predicted.memory
         bytes_per_element = (fullest.weights + fullest.gradients + fullest.states) / max(by_place)
         first, *blocks, last = (
-            Segment(
-                self._seconds(each, plan, samples),
-                bytes_per_element * count,
-                each.saved_bytes[plan.recompute] * samples,
-            )
-            for each, count in zip(facts.segments, elements, strict=True)
+            Segment(seconds, bytes_per_element * count, each.saved_bytes[plan.recompute] * samples)
+            for each, seconds, count in zip(facts.segments, self._segment_seconds(plan), elements, strict=True)
         )
         crosses = self._topology.size // plan.pp >= self._cluster.devices_per_host
         edge = self._prices.edge(facts.boundary_bytes * samples, crosses_hosts=crosses)
