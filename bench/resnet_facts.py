@@ -9,8 +9,8 @@ Sources: He et al. (1512.03385), table 1; the image is halved in the 3 × 3, as 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
 from fourfold.plan.model_traits import ModelTraits
@@ -121,6 +121,9 @@ class ResNetFacts:
         return Convolution("conv1", 3, STEM_CHANNELS, 7, self.image // 2, 2)
 
     # ---- FactsSource ----------------------------------------------------------------------------------
+
+    def resized(self, batch_size: int) -> Self:
+        return replace(self, batch_size=batch_size)
 
     def facts(self, plan: Plan) -> ModelFacts:
         if problems := _axis_problems(plan):

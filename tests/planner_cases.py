@@ -6,6 +6,7 @@ Law: every number of a prediction made from these can be computed by hand.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -41,6 +42,9 @@ class ChainFacts:
     norm_channels: tuple[int, ...] = ()
     has_bare_blocks: bool = False
     traits: ModelTraits = NO_TRAITS
+
+    def resized(self, batch_size: int) -> Self:
+        return dataclasses.replace(self, batch_size=batch_size)
 
     def _names(self, index: int) -> list[str]:
         """The weights of a block."""

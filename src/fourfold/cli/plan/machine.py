@@ -278,13 +278,10 @@ def measure_rank(prepared: Job, world: World, *, machine: list[Any], load: float
     ranks = init.init_communicator()
     conditions = Conditions(MachineIdentity(*machine), load, is_forced)
     source = TaskFacts(prepared.task)
-    measured = measure(prepared.task, source, ranks, conditions, say=_say if world.rank == 0 else _say_nothing)
+    measured = measure(prepared.task, source, ranks, conditions, say=_say if world.rank == 0 else lambda text: None)
     return {"calibration": encode_calibration(measured.calibration).decode(), "left_out": measured.left_out}
 
 
 def _say(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _say_nothing(text: str) -> None: ...

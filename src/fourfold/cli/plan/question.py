@@ -1,6 +1,5 @@
 """Plan question: what one planning needs: a task's facts, a machine's prices, the fields that are pinned.
 
-resized   a source with another batch: its facts are of one sample, and stay
 Law: a question is made once per task and machine; lists of devices, memory or batches do not make the facts again.
 """
 
@@ -19,11 +18,9 @@ from fourfold.cli.run import Run, read_plan_text
 from fourfold.environment.fast_imports import collection_paused
 from fourfold.launcher.process_defaults import default_num_processes
 from fourfold.plan.ask import AUTO, Ask
-from fourfold.plan.model_traits import ModelTraits
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.recipes import ASK_PREFIX, RECIPE_PREFIX, SHIPPED_ASKS
-from fourfold.planner.predict.facts import FactsSource, ModelFacts, Workload
+from fourfold.planner.predict.facts import FactsSource, Workload
 from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Decision, Progress
 from fourfold.planner.search.search import NO_DIMS
@@ -33,31 +30,6 @@ from fourfold.words.mesh import AXES
 from fourfold.words.task import Task
 
 SEARCH_SECONDS = 15.0  # large questions are answered within a minute, of which baselines and reasons take a part
-
-
-@dataclass(frozen=True)
-class ResizedSource:
-    """A source of facts with another batch size."""
-
-    source: FactsSource
-    batch_size: int
-
-    @property
-    def update_spec(self) -> UpdateSpec:
-        return self.source.update_spec
-
-    @property
-    def traits(self) -> ModelTraits:
-        return self.source.traits
-
-    def facts(self, plan: Plan) -> ModelFacts:
-        return self.source.facts(plan)
-
-    def specs(self, plan: Plan) -> Sequence[ParamSpec]:
-        return self.source.specs(plan)
-
-    def stage_blocks(self, plan: Plan) -> tuple[range, ...]:
-        return self.source.stage_blocks(plan)
 
 
 @dataclass(frozen=True)
@@ -169,7 +141,7 @@ class Questions:
             ask = ask.with_changes(precision=machine.mixed_precision)
         source = task.source
         if (batch := arguments.run.texts.get(BATCH)) is not None:
-            source = ResizedSource(source, BATCH_SIZE.read(BATCH, batch, where=WHERE))
+            source = source.resized(BATCH_SIZE.read(BATCH, batch, where=WHERE))
         seconds = arguments.value("search_seconds", SEARCH_SECONDS)
         seconds = math.inf if seconds is None else seconds
         return Question(task.name, not is_formula, source, machine, ask, task.dims, self.progress, seconds)

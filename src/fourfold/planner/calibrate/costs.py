@@ -39,6 +39,7 @@ from fourfold.planner.calibrate.segments import Probe, SegmentTimer, make_probe
 from fourfold.planner.calibrate.timing import NUM_TURNS, Points, Turns, now
 from fourfold.planner.predict.calibration import Curve
 from fourfold.planner.predict.prices import GroupShape
+from fourfold.planner.search.space import divisors
 from fourfold.step.train_step import TrainStep
 from fourfold.words.layout import Change
 from fourfold.words.mesh import Mesh
@@ -85,7 +86,7 @@ def measure_buckets(task: Task, turns: Turns) -> Iterator[BucketTimes]:
     crosses_hosts = ranks.num_hosts > 1
     has_gloo = not crosses_hosts and ranks.device.type == "cpu"
     transports = ("auto", "gloo") if has_gloo else ("auto",)
-    for size in (each for each in range(2, ranks.size + 1) if ranks.size % each == 0):
+    for size in divisors(ranks.size)[1:]:
         for transport in transports:
             # Over messages, what is sent decides: the largest bucket would take long and show nothing new.
             sizes = NETWORK_SIZES if crosses_hosts else BUCKET_SIZES[:-1] if transport == "gloo" else BUCKET_SIZES
@@ -309,37 +310,25 @@ PASS_BYTES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26, 2**28)
 MIN_FLOPS, MIN_BYTES = 2e7, 2**22  # of what is timed at once: the clock has to see it
 
 
-class OperationTimes(NamedTuple):
-    """In the order of `OperationRates`."""
-
-    products: Points
-    thin: Points
-    outer: Points
-    attention: Points
-    convolution: Points
-    pointwise: Points
-    passes: Points
-
-
 @torch.no_grad()
-def measure_operations(turns: Turns) -> OperationTimes:
-    """Collective."""
+def measure_operations(turns: Turns) -> dict[str, Points]:
+    """By field of `OperationRates`. Collective."""
     with turns.ranks.device:  # of all tensors below
-        return _measure_operations(turns)
+        weight = torch.randn(WEIGHT_SIZE, WEIGHT_SIZE)
+        rows = [torch.randn(count, WEIGHT_SIZE) for count in ROWS]
 
+        def of_rows(run: Callable[[Tensor], Tensor]) -> Points:
+            return [(len(each), turns.median_seconds(lambda x=each: run(x)) / weight.numel()) for each in rows]
 
-def _measure_operations(turns: Turns) -> OperationTimes:
-    weight = torch.randn(WEIGHT_SIZE, WEIGHT_SIZE)
-    rows = [torch.randn(count, WEIGHT_SIZE) for count in ROWS]
-    return OperationTimes(
-        [_product(turns, size) for size in PRODUCT_SIZES],
-        [(len(each), turns.median_seconds(lambda x=each: F.linear(x, weight)) / weight.numel()) for each in rows],
-        [(len(each), turns.median_seconds(lambda x=each: x.t() @ x) / weight.numel()) for each in rows],
-        [_attention(turns, length) for length in ATTENTION_LENGTHS],
-        [_convolution(turns, channels) for channels in CHANNELS],
-        [_pointwise(turns, size) for size in POINTWISE_ELEMENTS],
-        [_pass(turns, num_bytes) for num_bytes in PASS_BYTES],
-    )
+        return {
+            "products": [_product(turns, size) for size in PRODUCT_SIZES],
+            "thin": of_rows(lambda x: F.linear(x, weight)),
+            "outer": of_rows(lambda x: x.t() @ x),
+            "attention": [_attention(turns, length) for length in ATTENTION_LENGTHS],
+            "convolution": [_convolution(turns, channels) for channels in CHANNELS],
+            "pointwise": [_pointwise(turns, size) for size in POINTWISE_ELEMENTS],
+            "passes": [_pass(turns, num_bytes) for num_bytes in PASS_BYTES],
+        }
 
 
 def _repeated(run: Callable[[], object], turns: Turns, size: float, least: float) -> float:

@@ -36,6 +36,7 @@ from fourfold.planner.predict.calibration import (
     OperationRates,
 )
 from fourfold.planner.predict.facts import FactsSource
+from fourfold.planner.search.space import divisors
 from fourfold.torch_kit import memory
 from fourfold.words.layout import Change
 from fourfold.words.task import Task
@@ -70,15 +71,14 @@ def measure(task: Task, source: FactsSource, ranks: Communicator, conditions: Co
     buckets = list(measure_buckets(task, turns))
     update = _update(buckets, ranks) if buckets else _curve(measure_lone_update(task, turns), ranks)
     say("messages")
-    sizes = [size for size in range(2, ranks.size + 1) if ranks.size % size == 0]
     exchanges = [
         ExchangeRecord(each.size, _curve(each.all_reduce, ranks), _curve(each.hop, ranks))
-        for each in measure_exchanges(turns, sizes)
+        for each in measure_exchanges(turns, divisors(ranks.size)[1:])
     ]
     edge = _curve(measure_edges(turns), ranks) if ranks.size > 1 else None
     say("codecs, operations and overheads")
     codecs = {kind: _curve(points, ranks) for kind, points in measure_codecs(turns).items()}
-    operations = OperationRates(*(_curve(points, ranks) for points in measure_operations(turns)))
+    operations = OperationRates(**{name: _curve(points, ranks) for name, points in measure_operations(turns).items()})
     overheads = Overheads(*mean_over_ranks(list(measure_overheads(turns)), ranks))
     segments, left_out = measure_segments(task, source, Turns(ranks, begin + SECONDS), say)
     crosses_hosts = ranks.num_hosts > 1

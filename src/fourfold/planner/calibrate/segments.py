@@ -38,6 +38,7 @@ from fourfold.planner.calibrate.timing import Turns, now, of_slowest_rank
 from fourfold.planner.predict.calibration import Curve, Cut, SegmentRecord, signature
 from fourfold.planner.predict.facts import FactsSource, ModelFacts, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape
+from fourfold.planner.search.space import divisors
 from fourfold.step.argument_checks import StepOptions
 from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import build_meta_model, make_initial_model
@@ -183,18 +184,14 @@ class _MeasuredCut(NamedTuple):
 def cuts_of(num_ranks: int, batch_size: int) -> list[_MeasuredCut]:
     """All ways to divide the ranks among dp, cp and tp, with both forms of attention over context ranks."""
     cuts = []
-    for tp in _divisors(num_ranks):
-        for cp in _divisors(num_ranks // tp):
+    for tp in divisors(num_ranks):
+        for cp in divisors(num_ranks // tp):
             dp = num_ranks // (tp * cp)
             largest = -(-batch_size // dp)
             samples = tuple(sorted({-(-largest // parts) for parts in MICROBATCHES}))
             for ulysses in dict.fromkeys((1, cp)):
                 cuts.append(_MeasuredCut(Plan(dp=dp, cp=cp, tp=tp, ulysses=ulysses), samples, dp > 1))
     return sorted(cuts, key=lambda cut: cut.plan.cp * cut.plan.tp)  # those that most plans have come first
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 # ---- when a segment begins and ends ----------------------------------------------------------------------------------

@@ -162,6 +162,10 @@ class FactsSource(Protocol):
         """Samples in a step, over all data ranks."""
         ...
 
+    def resized(self, batch_size: int) -> Self:
+        """The same with another batch: facts are of one sample, and stay."""
+        ...
+
     def facts(self, plan: Plan) -> ModelFacts:
         """The facts for the plan's tp, cp, ring, ulysses, sequence_parallel and precision. Raises PlanError."""
         ...

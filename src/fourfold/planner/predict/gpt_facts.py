@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fourfold.axes.context.rules.layout import AttentionSize, attention_sent_elements, heads_problem, scores_per_index
 from fourfold.axes.pipeline.rules.division import divide, division_problems, stage_names
@@ -341,6 +341,9 @@ class GptFacts:
         return self.batch_size * (blocks + 3 * facts.last.flops)
 
     # ---- FactsSource ----------------------------------------------------------------------------------
+
+    def resized(self, batch_size: int) -> Self:
+        return dataclasses.replace(self, batch_size=batch_size)
 
     @remembered(lambda _, plan: facts_key(plan))
     def facts(self, plan: Plan) -> ModelFacts:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.prediction import Prediction, StepTerms
 from fourfold.words.errors import Problem
-from fourfold.words.units import format_three_digits
+from fourfold.words.units import format_step_seconds
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,13 @@ def reason(plan: Prediction, other: Prediction) -> str:
     most, least = saved[0], saved[-1]
     difference = other.seconds - plan.seconds
     if most.seconds <= 0.0 or difference <= 0.0:
-        return f"{_seconds(-difference)} more" if difference < 0.0 else "as fast"
-    text = f"{_seconds(difference)} less: {_seconds(most.seconds)} less of {TERM_TEXTS[most.term]}"
+        return f"{format_step_seconds(-difference)} more" if difference < 0.0 else "as fast"
+    text = (
+        f"{format_step_seconds(difference)} less: {format_step_seconds(most.seconds)} less of {TERM_TEXTS[most.term]}"
+    )
     if least.seconds < -0.1 * most.seconds:
-        text += f", {_seconds(-least.seconds)} more of {TERM_TEXTS[least.term]}"
+        text += f", {format_step_seconds(-least.seconds)} more of {TERM_TEXTS[least.term]}"
     return text
-
-
-def _seconds(value: float) -> str:
-    if value >= 1.0:
-        return f"{format_three_digits(value)} s"
-    return f"{format_three_digits(value * 1e3)} ms" if value >= 1e-3 else f"{format_three_digits(value * 1e6)} µs"
 
 
 # ---- Progress: how far a decision is. The planner writes it; who waits for the answer reads it, from another thread -

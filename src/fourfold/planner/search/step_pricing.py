@@ -198,7 +198,7 @@ class _StageRanges:
 
 
 def _extend(kept: list[Division], before: Division, stop: int, kind: int, seconds: float) -> None:
-    """Add a division with one more stage to a state, unless another one is as good in both; drop those that are worse."""
+    """Add a division with one more stage to a state, unless another is as good in both; drop those that are worse."""
     slowest, total = max(before.slowest, seconds), before.total + seconds
     if any(each.slowest <= slowest and each.total <= total for each in kept):
         return

@@ -6,12 +6,13 @@ Law: facts are counted, not guessed: on the meta device, with the modules, shard
 activations take, which costs most to count, is counted when it is read.
 """
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -249,13 +250,14 @@ class TaskFacts:
 
     def __init__(self, task: Task) -> None:
         check_task(task)
-        self.task = task
+        self.task, self.batch_size = task, task.batch_size or DEFAULT_BATCH_SIZE
         self._calls = MetaCalls()
         self._refused: dict[tuple[object, ...], Sequence[Problem]] = {}
 
-    @property
-    def batch_size(self) -> int:
-        return self.task.batch_size or DEFAULT_BATCH_SIZE
+    def resized(self, batch_size: int) -> Self:
+        resized = copy.copy(self)
+        resized.batch_size = batch_size
+        return resized
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -266,19 +268,13 @@ class TaskFacts:
         return find_chain(self._model)
 
     @property
+    @remembered()
     def update_spec(self) -> UpdateSpec:
-        return self._update_spec
-
-    @cached_property
-    def _update_spec(self) -> UpdateSpec:
         return update_spec(self._model, self._optimizer, clip=self.task.clip, counts_states=True)
 
     @property
+    @remembered()
     def traits(self) -> ModelTraits:
-        return self._traits
-
-    @cached_property
-    def _traits(self) -> ModelTraits:
         return model_traits(self._model)._replace(has_own_loss=self.task.loss is None)
 
     @cached_property
