@@ -434,7 +434,7 @@ def test_shapes_that_vary_late_can_be_declared(tmp_path):
     pack = ff.Pack(tmp_path / "pack")
     assert pack[77][0].shape == (4,)
     assert pack.fetch([1, 2])[0].shape == (2, 3)
-    with pytest.raises(DataError, match=r"\[3\] in sample 1, float64 \[4\] in sample 77"):
+    with pytest.raises(DataError, match=r"\[3\] in sample 1 .*, float64 \[4\] in sample 77 "):
         pack.fetch([1, 77])
 
 
@@ -557,7 +557,7 @@ def test_images_are_packed_as_files_and_read_as_pixels(tmp_path):
     pack = ff.Pack(tmp_path / "pack")
     assert all(np.array_equal(pack[number][0].permute(1, 2, 0), pixels[number]) for number in range(6))
     assert pack.fetch([0, 2, 4])[0].shape == (3, 3, 4, 5)
-    with pytest.raises(DataError, match=r"\[3, 4, 5\] in sample 0, uint8 \[3, 5, 5\] in sample 1"):
+    with pytest.raises(DataError, match=r"\[3, 4, 5\] in sample 0 .*, uint8 \[3, 5, 5\] in sample 1 "):
         pack.fetch([0, 1])
     with pytest.raises(DamagedSample, match="an image that cannot be decoded"):
         pack[6]

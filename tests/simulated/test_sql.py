@@ -341,6 +341,29 @@ def test_a_row_with_a_value_that_its_column_cannot_have_is_a_damaged_sample(tmp_
     assert all(inputs["weight"].dtype == torch.float64 for inputs, _ in batches)
 
 
+def table_of(path: Path, values: dict[str, Any]) -> RowSource:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE t (id TEXT PRIMARY KEY, x, y)")
+        connection.executemany("INSERT INTO t VALUES (?, ?, 0)", values.items())
+    return sql(f"sqlite:///{path}", "SELECT * FROM t", key="id", target="y")
+
+
+@pytest.mark.parametrize("usual", [npy(np.zeros(4, np.float32)), bytes(16)])
+@pytest.mark.parametrize("other", [npy(np.zeros(3, np.float32)), npy(np.zeros(4)), bytes(15)])
+def test_an_array_of_another_form_than_nearly_all_is_damaged_in_a_batch(tmp_path, usual, other):
+    source = table_of(tmp_path / "x.db", {f"img-{i:03}": other if i == 7 else usual for i in range(40)})
+    with pytest.raises(DamagedSample, match="sample id = 'img-007' cannot be read: x is"):
+        source.fetch(range(16))
+    assert sum(len(y) for _, y in Feed(source, batch_size=8, bad_samples=1)) == 39
+
+
+def test_arrays_of_several_forms_are_named_by_their_keys_where_they_do_not_stack(tmp_path):
+    source = table_of(tmp_path / "x.db", {f"img-{i:03}": bytes(3 if i % 4 else 5) for i in range(40)})
+    assert source[0][0].shape == source.fetch([0])[0][0].shape == (5,)
+    with pytest.raises(DataError, match=r"uint8 \[5\] in sample 4 \(id = 'img-004'\), uint8 \[3\] in sample 5 "):
+        source.fetch([4, 5, 6])
+
+
 @pytest.mark.parametrize("value", [b"blob", 2**53 + 1])
 def test_a_value_is_damage_and_a_dtype_the_same_whatever_rows_are_read_with_it(tmp_path, value):
     with sqlite3.connect(tmp_path / "x.db") as connection:

@@ -4,6 +4,7 @@ form  the shapes and dtypes of a sample's tensors, each under its path in the sa
 Law: an error about samples that cannot be stacked names the sample, and in what it differs.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,18 +17,28 @@ from fourfold.words.errors import DataError, Problem, first_line
 PADDING_HINT = "pad them to one shape: in the samples, a DataLoader's collate_fn, or the source's own fetch(indices)"
 DTYPE_HINT = "convert them in the source, for instance with .float() or .long()"
 Handler = Callable[..., Any]
+Key = Callable[[int], str]
 
 
-def collate_samples(samples: Sequence[Any], indices: Sequence[int], *, nulls: bool = False) -> Any:
+def named_sample(number: int, key: Key | None) -> str:
+    """A sample for people: `sample 7 (a.tar/0007)`."""
+    with contextlib.suppress(Exception):  # whatever a source's own method raises: the number is enough
+        return f"sample {number}" if key is None else f"sample {number} ({key(number)})"
+    return f"sample {number}"
+
+
+def collate_samples(
+    samples: Sequence[Any], indices: Sequence[int], *, nulls: bool = False, key: Key | None = None
+) -> Any:
     """The samples as one batch, as torch's `default_collate` makes it. `indices`: their numbers in the source.
 
-    Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one. `nulls`: None, as
-    JSON has it, may be among text, or in its place; they become a list.
+    `key`: the source's `sample_key`. `nulls`: None, as JSON has it, may be among text, or in its place; they become a
+    list. Raises DataError where a sample is None, or has other shapes, dtypes or keys than the first one.
     """
     try:
         return collate(samples, collate_fn_map=_WITH_NULLS if nulls else _HANDLERS)
     except Exception as error:
-        problem = (None if nulls else _first_none(samples, indices)) or _first_mismatch(samples, indices)
+        problem = (None if nulls else _first_none(samples, indices)) or _first_mismatch(samples, indices, key)
         if problem is None:  # strings in an array, sparse tensors
             reason = "tensors and arrays in one place" if isinstance(error, _Mismatch) else first_line(error)
             got = f"samples from {indices[0] if indices else 0} on cannot be stacked: {reason}"
@@ -92,7 +103,7 @@ def _first_none(samples: Sequence[Any], indices: Sequence[int]) -> Problem | Non
     return None
 
 
-def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem | None:
+def _first_mismatch(samples: Sequence[Any], indices: Sequence[int], key: Key | None) -> Problem | None:
     """The first sample that differs from the first one, and in what."""
     first = dict(_leaf_forms(samples[0]))
     for sample, index in zip(samples[1:], indices[1:], strict=False):
@@ -101,7 +112,8 @@ def _first_mismatch(samples: Sequence[Any], indices: Sequence[int]) -> Problem |
         for path in sorted({**first, **form}, key=lambda path: "None" not in (first.get(path), form.get(path))):
             a, b = first.get(path, "missing"), form.get(path, "missing")
             if a != b:
-                got = f"{path or 'samples'}: {a} in sample {indices[0]}, {b} in sample {index}"
+                names = [named_sample(each, key) for each in (indices[0], index)]
+                got = f"{path or 'samples'}: {a} in {names[0]}, {b} in {names[1]}"
                 if "None" in (a, b):
                     attempt = "a number in place of null, or columns= without it"
                 elif "missing" in (a, b):

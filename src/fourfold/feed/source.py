@@ -11,7 +11,6 @@ B batch · L sequence length
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.feed.collate import collate_samples
+from fourfold.feed.collate import Key, collate_samples, named_sample
 from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.words.error_notes import user_frame
 from fourfold.words.errors import READING, DataError, FourfoldError, Problem
@@ -66,7 +65,7 @@ def _fetch(source: Source, indices: Sequence[int], before: Callable[[int], None]
     collate_fn, dataset = (source.collate_fn, source.dataset) if isinstance(source, CollatedSource) else (None, source)
     samples = read_samples(dataset, numbers, before)
     try:
-        batch = make_batch(samples, numbers, collate_fn)
+        batch = make_batch(samples, numbers, collate_fn, key=source_attribute(source, "sample_key"))
     except Exception as error:
         add_sample_note(error, dataset, numbers)
         raise
@@ -122,24 +121,30 @@ def add_sample_note(error: Exception, source: Any, numbers: Sequence[int]) -> No
 def sample_names(source: Any, numbers: Sequence[int]) -> str:
     """Samples for people: `sample 7 (a.tar/0007) of Faces`, or `samples 7, 3 of Faces`."""
     dataset = source.dataset if isinstance(source, CollatedSource) else source
-    key = source_attribute(source, "sample_key")
+    if len(numbers) == 1:
+        return f"{named_sample(numbers[0], source_attribute(source, 'sample_key'))} of {type(dataset).__name__}"
     shown = [str(number) for number in numbers[:MAX_NAMED_SAMPLES]]
-    if len(numbers) == 1 and key is not None:
-        with contextlib.suppress(Exception):  # whatever a source's own method raises: the number is enough
-            shown[0] += f" ({key(numbers[0])})"
     more = f" and {len(numbers) - len(shown)} more" if len(numbers) > len(shown) else ""
-    return f"sample{'s' * (len(numbers) != 1)} {', '.join(shown)}{more} of {type(dataset).__name__}"
+    return f"samples {', '.join(shown)}{more} of {type(dataset).__name__}"
 
 
-def make_batch(samples: Sequence[Any], numbers: Sequence[int], collate_fn: Callable[[Any], Any] | None = None) -> Any:
+def make_batch(
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    collate_fn: Callable[[Any], Any] | None = None,
+    *,
+    key: Key | None = None,
+) -> Any:
     """The samples as one batch: stacked, or by `collate_fn`. `numbers`: their numbers in the source, for errors.
+
+    `key`: the source's `sample_key`.
 
     Raises DataError for samples that cannot be stacked, and for a batch that is neither a pair nor a dict with a row
     for each sample.
     """
     if collate_fn is None:
         checked = [_check_sample(sample, number) for sample, number in zip(samples, numbers, strict=True)]
-        batch = collate_samples(checked, numbers)
+        batch = collate_samples(checked, numbers, key=key)
         return batch if isinstance(batch, dict) else tuple(batch)
     batch = _plain(collate_fn(list(samples)))
     if not isinstance(batch, dict) and not (isinstance(batch, tuple) and len(batch) == 2):

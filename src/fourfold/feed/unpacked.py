@@ -61,7 +61,8 @@ class BatchBytes:
         """Count some bytes. Raises DataError once they are more than the share."""
         with self._lock:
             self._num_bytes += num_bytes
-        check_batch_fits(self._num_bytes, f"a batch of {self._num_samples} samples or some of them", self._where)
+        if self._num_bytes > share_bytes():
+            check_batch_fits(self._num_bytes, f"a batch of {self._num_samples} samples or some of them", self._where)
 
 
 def bytes_of(sample: Any) -> int:

@@ -181,7 +181,7 @@ class FormatSource:
 
             with ThreadPoolExecutor(threads, thread_name_prefix="fourfold images") as pool:
                 samples = list(pool.map(decoded, numbers, samples))
-        batch = collate_samples(samples, numbers, nulls=True)
+        batch = collate_samples(samples, numbers, nulls=True, key=self.sample_key)
         return batch if isinstance(batch, dict) else tuple(batch)
 
     def pack_sample(self, index: int) -> Any:

@@ -276,7 +276,7 @@ class Pack:
             samples[start:stop] = [self._sample(record, reserve) for record in records[start:stop]]
 
         self._in_stretches(records, read)
-        return collate_samples(samples, [record.sample for record in records])
+        return collate_samples(samples, [record.sample for record in records], key=self.sample_key)
 
     def _fetch_rows(self, records: Sequence[Record]) -> Any:
         """Records of one length: each field is read into its row of the batch."""

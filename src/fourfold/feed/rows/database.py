@@ -4,10 +4,12 @@ row     the values of a query's columns, or of a document's fields
 key     a column that is different in each row
 binary  a column of bytes: arrays of one dtype and shape; or the content of .npy files; or bytes as they are
 type    of a column: that of most of its values; in SQLite and MongoDB, rows may have values of others
+form    of a column of arrays: dtype and shape, if nearly all have one; in a batch, an array of another form is damage
 Law: `rows` gives what `scan` gave for the same keys, until somebody changes them. Both hold few rows at once,
 however many they give: a row may be large. The batch of some rows is the stack of their samples. Nothing is unpickled.
 """
 
+import contextlib
 import math
 import os
 import threading
@@ -111,6 +113,7 @@ def check_columns(columns: list[str], key: str, *, where: str) -> list[str]:
 
 NPY_MAGIC = b"\x93NUMPY"
 NUMBERS = (bool, int, float)
+NEARLY_ALL = 0.9
 
 
 class Npy(bytes):
@@ -147,16 +150,22 @@ class Columns:
         self._target = target
         self._check_names(arrays)
         self._arrays = _array_forms(arrays)
-        self._types = dict[str, type]()
+        self._types, self._forms = dict[str, type](), dict[str, str]()
 
-    def learn_types(self, rows: Iterable[Row]) -> None:
-        """Take the types of the columns from some rows: a value of another type is damage."""
-        counts = {name: Counter[type]() for name in self._places}
+    def learn(self, rows: Iterable[Row]) -> None:
+        """Take the types and forms of the columns from some rows."""
+        types, forms = ({name: Counter[Any]() for name in self._places} for _ in range(2))
         for row in rows:
             for name, place in self._places.items():
                 if row[place] is not None:
-                    counts[name][_type(row[place])] += 1
-        self._types = {name: each.most_common(1)[0][0] for name, each in counts.items() if each}
+                    types[name][_type(row[place])] += 1
+                    with contextlib.suppress(ValueError, OverflowError):
+                        forms[name][_form(self._value(name, row[place]))] += 1
+        self._types = {name: each.most_common(1)[0][0] for name, each in types.items() if each}
+        for name, each in forms.items():
+            for form, count in each.most_common(1):
+                if form and count >= NEARLY_ALL * each.total():
+                    self._forms[name] = form
 
     def _check_names(self, arrays: Mapping[str, Any]) -> None:
         problems = []
@@ -170,9 +179,13 @@ class Columns:
         if problems:
             raise DataError(problems, where="the database")
 
-    def sample(self, row: Row) -> Any:
-        """The sample of a row. Raises ValueError for a value that is none of its column."""
-        return self._arranged({name: self._value(name, row[place]) for name, place in self._places.items()})
+    def sample(self, row: Row, *, in_batch: bool = False) -> Any:
+        """The sample of a row. Raises ValueError for a value that its column does not have, or a batch of it."""
+        values = {name: self._value(name, row[place]) for name, place in self._places.items()}
+        for name, form in self._forms.items() if in_batch else ():
+            if (found := _form(values[name])) != form:
+                raise ValueError(f"{name} is {found}, not {form}, as nearly all of its column")
+        return self._arranged(values)
 
     def batch(self, rows: Sequence[Row]) -> Any:
         """The samples of some rows, stacked; None: they have to be made one by one."""
@@ -201,6 +214,8 @@ class Columns:
         if form is not None and sizes != {form.num_bytes}:
             return None
         dtype, shape = (np.dtype(np.uint8), (len(values[0]),)) if form is None else (form.dtype, form.shape)
+        if form is None and self._forms.get(name, f"uint8 {list(shape)}") != f"uint8 {list(shape)}":
+            return None
         return torch.from_numpy(np.frombuffer(bytearray().join(values), dtype).reshape(len(values), *shape))
 
     def _value(self, name: str, value: Any) -> Any:
@@ -235,6 +250,11 @@ def _type(value: Any) -> type:
     if isinstance(value, bytes) and value.startswith(NPY_MAGIC):
         return Npy
     return next((each for each in TYPES if isinstance(value, each)), type(value))
+
+
+def _form(value: Any) -> str:
+    """The dtype and shape of an array; nothing of other values."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else ""
 
 
 def _array_forms(arrays: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, ArrayForm]:

@@ -182,7 +182,7 @@ def _damaged(path: Path) -> DataError:
 # ---- the source ------------------------------------------------------------------------------------------------------
 
 
-NUM_TYPED = 64  # rows, spread evenly, that show the types of the columns
+NUM_TYPED = 64  # rows, spread evenly, that show the types and forms of the columns
 
 
 class RowSource:
@@ -198,7 +198,7 @@ class RowSource:
             self._index: RowIndex = self._retry(lambda: self._open_index(folder, of))
         some = [number * len(self) // NUM_TYPED for number in range(NUM_TYPED)]
         keys = [each.key for each in self._index.rows(list(dict.fromkeys(some)))]
-        self._retry(lambda: self._learn_types(keys))
+        self._retry(lambda: self._learn(keys))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -212,12 +212,13 @@ class RowSource:
         rows = self._read(wanted)
         batch = self._columns.batch(rows)
         if batch is None:
-            batch = make_batch([self._sample(*each) for each in zip(wanted, rows, strict=True)], wanted)
+            samples = [self._sample(*each, in_batch=True) for each in zip(wanted, rows, strict=True)]
+            batch = make_batch(samples, wanted, key=self.sample_key)
         return batch if len(numbers) else empty_like(batch)
 
-    def _sample(self, number: int, row: Row) -> Any:
+    def _sample(self, number: int, row: Row, *, in_batch: bool = False) -> Any:
         try:
-            return self._columns.sample(row)
+            return self._columns.sample(row, in_batch=in_batch)
         except (ValueError, OverflowError) as error:
             raise DamagedSample(self.sample_key(number), str(error), where=self._database.url) from error
 
@@ -234,9 +235,9 @@ class RowSource:
         with contextlib.closing(self._database.scan()) as rows:
             return open_index(folder, of, ((row[self._columns.key_place], row_digest(row)) for row in rows))
 
-    def _learn_types(self, keys: Sequence[Any]) -> None:
+    def _learn(self, keys: Sequence[Any]) -> None:
         with contextlib.closing(self._database.rows(keys)) as rows:
-            self._columns.learn_types(rows)
+            self._columns.learn(rows)
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
         """The rows of these samples. Raises DamagedSample for one that is not as it was."""
