@@ -1,6 +1,7 @@
 """Laws of callbacks as words: a name is a shipped callback or one in a file; all that is wrong is said at once."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -124,18 +125,32 @@ def test_a_callback_in_the_file_of_the_task_is_of_the_same_module(capfd):
 @pytest.mark.parametrize("word", [
     "callback=cvs",
     "callback=csv,mine.py:made,cvs",
+    "callback=mine.py:maid",
     "csv.folder=x",
     "callback=csv callback=early_stopping early_stopping.patience=x",
     "seed=x",
     "widht=3",
 ])  # fmt: skip
 def test_a_wrong_name_is_refused_before_a_launcher_says_that_processes_start(word, capfd):
-    Path("mine.py").write_text("raise SystemExit('the file was run')")
+    Path("mine.py").write_text("raise SystemExit('the file was run')\ndef made(): ...")
     for command in ("train", "verify"):
         if command == "train" or "callback" not in word:
             with pytest.raises(SystemExit, match="2"):
                 main([command, "digits", "dp=2", *word.split()])
             assert "starting" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["train", "digits", "callback=mine.py:maid"], "mine.py has no maid .*try callback=mine.py:made"),
+    (["feed", "pack", "mine.py:maid", "x.pack"], "mine.py:maid .*try mine.py:made"),
+    (["feed", "pack", "mime.py:made", "x.pack"], r"mime.py \(no such file\) .*try mine.py"),
+    (["train", "mine.py:maid"], "no maid .*try mine.py:made"),
+])  # fmt: skip
+def test_a_name_that_a_file_does_not_have_is_said_with_the_near_one_and_without_running_it(words, expected, capfd):
+    Path("mine.py").write_text("raise SystemExit('the file was run')\ndef made(): ...")
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert re.search(expected, " ".join(capfd.readouterr().err.split()))
 
 
 def test_several_values_are_refused_before_a_launcher_says_that_processes_start_where_they_are_no_sweep(capfd):
@@ -145,7 +160,7 @@ def test_several_values_are_refused_before_a_launcher_says_that_processes_start_
 
 
 def test_right_words_are_known_without_the_task_and_without_running_a_file():
-    Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...")
+    Path("mine.py").write_text("raise SystemExit('the file was run')\ndef task(*, betas=(1, 2)): ...\nmade = 1")
     Path("config.toml").write_text("[task]\nbetas = [1, 2]\n[run]\ncallback = 'csv'\n[plan]\nzero = 1")
     words = ["mine.py", "callback=csv,mine.py:made", "csv.folder=x", "betas=1,2", "seed=3"]
     for known in (words, [*words, "config.toml"]):

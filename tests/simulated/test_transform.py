@@ -285,6 +285,12 @@ def test_a_file_of_a_transform_that_does_not_exist_is_said():
         list(ff.Feed([(torch.zeros(1), 0)], batch_size=1, transform="nowhere.py:f"))
 
 
+def test_a_name_that_the_file_of_a_transform_does_not_have_is_said_where_it_is_given(tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit('the file was run')\ndef augment(sample): ...")
+    with pytest.raises(DataError, match=r"no augmnt in .*mine\.py .*try .*mine\.py:augment"):
+        Transformed(SOURCE, f"{tmp_path}/mine.py:augmnt")
+
+
 class Killed:
     """The worker is killed in the second epoch, as the kernel does for want of memory.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fourfold.cli import task_loader
 from fourfold.cli.arguments import CALLBACK_WORD, ParsedValues
+from fourfold.environment.python_source import closest_if_missing
 from fourfold.trainer.callbacks import registry
 from fourfold.words.callback import Callback
 from fourfold.words.errors import Problem, SettingError, closest_match
@@ -72,10 +73,18 @@ def _load(name: str, options: Mapping[str, str], *, runs_files: bool) -> list[Ca
     file = name.partition(":")[0]
     if file.endswith(".py"):
         task_loader.check_python_file(file, SettingError, "a Python file")
+        _check_name(file, name.partition(":")[2])
         return [_load_from_file(name)] if runs_files else []
     registry.check_shipped(name)
     own = {key.partition(".")[2]: text for key, text in options.items() if key.startswith(f"{name}.")}
     return [registry.make_shipped(name, _parse_options(name, own))]
+
+
+def _check_name(file: str, name: str) -> None:
+    """Raise SettingError for a name that nothing in the file gives a value. Runs nothing."""
+    close = closest_if_missing(Path(file), name) if name else None
+    if close is not None:
+        raise SettingError(_no_callback(file, name, close))
 
 
 def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -100,7 +109,8 @@ def _load_from_file(spec: str) -> Callback:
     member = getattr(module, name, None) if name else None
     if not isinstance(member, Callback):
         if not callable(member):
-            raise SettingError(_no_callback(module, file, name))
+            own = [key for key, value in vars(module).items() if _is_callback(value, module)]
+            raise SettingError(_no_callback(file, name, closest_match(name, own) or next(iter(own), "")))
         with task_loader.wrap_user_errors(f"{spec} failed", SettingError):
             member = member()
     if not isinstance(member, Callback):
@@ -109,9 +119,7 @@ def _load_from_file(spec: str) -> Callback:
     return member
 
 
-def _no_callback(module: Any, file: str, name: str) -> Problem:
-    own = [key for key, value in vars(module).items() if _is_callback(value, module)]
-    close = closest_match(name, own) or next(iter(own), None)
+def _no_callback(file: str, name: str, close: str) -> Problem:
     got = f"{file} has no {name}" if name else f"{file} without a name"
     return Problem(got, "FILE.py:name of a callback", f"{CALLBACK_WORD}={file}:{close}" if close else "")
 

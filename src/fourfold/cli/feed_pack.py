@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.output import print_text
+from fourfold.environment.python_source import closest_if_missing
 from fourfold.feed.pack.layout import read_manifest
 from fourfold.words.errors import DataError, Problem, SettingError
 from fourfold.words.field import Field, read_words
@@ -114,11 +115,12 @@ def open_source(name: str, reading: Mapping[str, Any]) -> Any:
 def _source_in_file(path: Path, name: str) -> Any:
     from fourfold.cli import task_loader
 
-    if not path.is_file():
-        raise DataError(Problem(f"{path} (no such file)", "a Python file"), where=WHERE)
-    member = getattr(task_loader.import_file(path), name, None) if name else None
+    task_loader.check_python_file(str(path), DataError, "a Python file")
+    close = closest_if_missing(path, name)
+    member = getattr(task_loader.import_file(path), name, None) if close is None else None
     if member is None:
-        raise DataError(Problem(f"{path}:{name}", "the name of a source in the file", f"{path}:samples"), where=WHERE)
+        attempt = f"{path}:{close or 'samples'}"
+        raise DataError(Problem(f"{path}:{name}", "the name of a source in the file", attempt), where=WHERE)
     if callable(member) and not hasattr(member, "__getitem__") and not hasattr(member, "__iter__"):
         with task_loader.wrap_user_errors(f"{path}:{name} failed", DataError):
             return member()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.cli.arguments import argument_type, argument_types
 from fourfold.cli.errors import is_file, nearest_file
+from fourfold.environment.python_source import read_source
 from fourfold.launcher.traceback_text import format_error
 from fourfold.trainer.run_identity import HF_PREFIX
 from fourfold.words.error_notes import describe_function, noting
@@ -95,7 +96,6 @@ def task_arguments(factory: TaskFactory) -> dict[str, Field]:
 
 
 ANY_TEXT = Field(type=str, is_optional=True)
-BINDS_BY_TEXT = re.compile(rb"\b(globals|locals|vars|exec|setattr|modules|__dict__|__getattr__)\b")
 ANNOTATIONS = {"int": int, "float": float, "str": str, "bool": bool, "tuple": tuple}
 
 
@@ -112,15 +112,12 @@ def arguments_in_source(spec: str) -> dict[str, Field] | None:
     if module is not None:
         source, name = importlib.util.find_spec(module), DEFAULT_NAME
         file = source.origin if source is not None and source.origin is not None else ""
-    name = name or DEFAULT_NAME
-    try:
-        text = Path(file).read_bytes()
-        body = ast.parse(text).body
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None  # the import reports it
-    bound = [node for node in body if _may_bind(node, name)]
-    if not bound and not BINDS_BY_TEXT.search(text):
-        raise _no_task(f"no {name}", name, _tasks_in_source(body), file=file)
+    name, read = name or DEFAULT_NAME, read_source(Path(file))
+    if read is None:
+        return None
+    if read.lacks(name):
+        raise _no_task(f"no {name}", name, _tasks_in_source(read.body), file=file)
+    bound = read.bindings(name)
     if len(bound) != 1:
         return None
     match bound[0]:
@@ -149,18 +146,6 @@ def _tasks_in_source(body: Sequence[ast.stmt]) -> list[str]:
 
 def _named(given: ast.arguments) -> list[ast.arg]:
     return [*given.posonlyargs, *given.args, *given.kwonlyargs]
-
-
-def _may_bind(node: ast.stmt, name: str) -> bool:
-    """Whether a statement of a module may give this name a value."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return node.name == name
-    return any(
-        (isinstance(each, ast.Name) and each.id == name and not isinstance(each.ctx, ast.Load))
-        or (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name)
-        or (isinstance(each, ast.alias) and (each.asname or each.name) in (name, "*"))
-        for each in ast.walk(node)
-    )
 
 
 def _arguments_of(given: ast.arguments) -> dict[str, Field]:

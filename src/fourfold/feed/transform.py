@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from fourfold.environment.python_source import closest_if_missing
 from fourfold.feed.pack.schema import Schema
 from fourfold.feed.pack.values import Encoder, decode, schema_of
 from fourfold.feed.source import CollatedSource, read_samples, source_attribute
@@ -369,6 +370,9 @@ class ProcessTransform:
             is_missing = file.endswith(".py") and not Path(file).is_file()
             got = f"transform = {spec}{f': no file {file}' if is_missing else ''}"
             raise DataError(Problem(got, need, "transform='augment.py:augment'"), where=WHERE)
+        if (close := closest_if_missing(Path(file), name)) is not None:
+            got = f"transform = {spec}: no {name} in {file}"
+            raise DataError(Problem(got, "a function in the file", close and f"{file}:{close}"), where=WHERE)
         self.spec, self.count = f"{Path(file).resolve()}:{name}", count
         self._process = 0
         self._start()
