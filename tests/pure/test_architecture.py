@@ -20,6 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ATTRIBUTES = 600, 60, 8,
 PUBLIC_SIGNATURE = "public: its keywords are the contract of DESIGN §8"
 DCP_EXPORT = SOURCE / "checkpoint" / "dcp_export.py"
 ALLOWED = {
+    "feed/feed.py Feed.__init__": PUBLIC_SIGNATURE,
     "axes/context/work/attention.py context_attention": "those of scaled_dot_product_attention, and the ring's",
     "step/parallelize.py parallelize": PUBLIC_SIGNATURE,
     "model/transformers_attention.py _attention": "the signature that transformers calls",

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,9 @@ from fourfold.feed.data_input import DataInput, input_problems, open_input
 from fourfold.feed.data_rank import dp_size_and_index
 from fourfold.feed.position import (
     Position,
-    choose_order,
     describe_order,
     length_mismatch,
+    make_order,
     make_state_dict,
     order_problems,
     position_problems,
@@ -94,26 +94,6 @@ def _compute(batches: list[BatchRange]) -> Iterator[tuple[BatchRange, list[int]]
 # ---- feed -----------------------------------------------------------------------------------------------------------
 
 
-class FeedOptions(NamedTuple):
-    """The options with their defaults."""
-
-    order: str | None = None
-    window: int | None = None
-    bad_samples: int = 0
-    transform: SampleTransform | None = None
-    shared: bool = True
-
-
-class FeedKeywords(TypedDict, total=False):
-    """The fields of `FeedOptions`, as keywords."""
-
-    order: str | None
-    window: int | None
-    bad_samples: int
-    transform: SampleTransform | None
-    shared: bool
-
-
 log = logging.getLogger("fourfold")
 
 
@@ -152,9 +132,12 @@ class Feed:
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
-        **options: Unpack[FeedKeywords],
+        order: str | None = None,
+        window: int | None = None,
+        bad_samples: int = 0,
+        transform: SampleTransform | None = None,
+        shared: bool = True,
     ) -> None:
-        order, window, bad_samples, transform, shared = FeedOptions(**options)
         source = transformed(source, transform)
         problems = input_problems(source, "source") + argument_checks.seed_problems(seed)
         problems += argument_checks.int_problems("bad_samples", bad_samples, minimum=0)
@@ -172,7 +155,7 @@ class Feed:
         how: dict[str, Any] = {"order": order, "window": window, "shuffle": shuffle}
         if problems := self._size_problems() + order_problems(self._input.source, **how):
             raise DataError(problems, where="the feed")
-        self._order = choose_order(self._input.source, default_shuffle=self._input.shuffle is not False, **how)
+        self._how = {**how, "default_shuffle": self._input.shuffle is not False}
         self._bad_samples = bad_samples
         self._device: DeviceBatches = HOST_BATCHES
         self._damaged: tuple[DamagedRecord, ...] = ()
@@ -247,8 +230,7 @@ class Feed:
     @property
     def sample_order(self) -> SampleOrder | None:
         """The order in which samples come; None for a stream."""
-        source = self._input.source
-        return None if isinstance(source, Stream) else self._order.make(source)
+        return make_order(self._input.source, **self._how)
 
     @property
     def state(self) -> Position:
@@ -325,7 +307,8 @@ class Feed:
             return
         if problem := length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
-        order, before = self._order.make(self._input.source), self.bytes_read
+        order, before = self.sample_order, self.bytes_read
+        assert order is not None
         loop = Loop(self._keys(start, order), lambda: self._read(start, order), FETCHED, is_open)
         for (after, samples), local in zip(self._ranges(start, order), self._reads.items(loop), strict=False):
             batch = self._wrap(local, samples)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fourfold.feed.data_input import input_problems
-from fourfold.feed.position import AllExpected, Expected, OrderChoice, expect_batches, order_problems
+from fourfold.feed.position import AllExpected, Expected, expect_batches, make_order, order_problems
 from fourfold.feed.source import fetch, map_leaves, source_attribute
 from fourfold.orders.mixed_order import MAX_BLOCK, MixedOrder, MixedPart, mixture_problems
 from fourfold.orders.order_names import ORDERS
@@ -144,8 +144,8 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _part(name: str, each: Weighted) -> MixedPart:
-    kind = "windowed" if each.order == "windowed" else "global"
-    order = OrderChoice(kind, each.window).make(each.source)
+    order = make_order(each.source, order=each.order, window=each.window, shuffle=None)
+    assert order is not None
     return MixedPart(name, order, len(each.source), float(each.weight), each.repeat)
 
 

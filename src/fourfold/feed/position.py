@@ -12,7 +12,7 @@ Law: telling a source what comes changes when its samples are read, never which.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -136,37 +136,28 @@ def _spans_epochs(order: SampleOrder | None) -> bool:
 
 # ---- Orders of a feed: which order the samples of a source come in, from what the user and the source say -----------
 
-OrderKind = Literal["global", "windowed", "in order", "own", "stream"]
 
+def make_order(
+    source: Source | Stream,
+    *,
+    order: str | None,
+    window: int | None,
+    shuffle: bool | None,
+    default_shuffle: bool = True,
+) -> SampleOrder | None:
+    """The order of a source's samples as it is now, by arguments without problems; None: of a stream.
 
-class OrderChoice(NamedTuple):
-    """Which order; `window` is an int if it is windowed."""
-
-    kind: OrderKind
-    window: int | None = None
-
-    def make(self, source: Source) -> SampleOrder:
-        """The order of a source's samples as it is now."""
-        if self.kind == "own":
-            return source_attribute(source, "sample_order")
-        if self.kind == "windowed":
-            assert self.window is not None
-            return WindowedOrder(source_attribute(source, "shard_sizes"), self.window)
-        return (InOrder if self.kind == "in order" else GlobalOrder)(len(source))
-
-
-def choose_order(
-    source: Source | Stream, *, order: str | None, window: int | None, shuffle: bool | None, default_shuffle: bool
-) -> OrderChoice:
-    """The order that arguments without problems mean; `default_shuffle`: what `shuffle = None` means."""
+    `default_shuffle`: what `shuffle = None` means.
+    """
     if isinstance(source, Stream):
-        return OrderChoice("stream")
-    if source_attribute(source, "sample_order") is not None:
-        return OrderChoice("own")
+        return None
+    if (own := source_attribute(source, "sample_order")) is not None:
+        return own
     if order == "windowed":
-        return OrderChoice("windowed", window)
+        assert window is not None
+        return WindowedOrder(source_attribute(source, "shard_sizes"), window)
     shuffles = order is not None or (default_shuffle if shuffle is None else shuffle)
-    return OrderChoice("global" if shuffles else "in order")
+    return (GlobalOrder if shuffles else InOrder)(len(source))
 
 
 def order_problems(source: Source | Stream, *, order: Any, window: Any, shuffle: Any) -> list[Problem]:

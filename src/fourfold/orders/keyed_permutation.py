@@ -40,16 +40,6 @@ def permute(
     return result
 
 
-def invert(image: int, size: int, keys: np.ndarray) -> int:
-    """The number below `size` that `permute` maps to `image`."""
-    bits = max(2, (size - 1).bit_length())
-    number = np.array([image], dtype=np.uint64)
-    while True:
-        number = _rounds(number, bits, keys, None, is_inverse=True)
-        if number[0] < size:
-            return int(number[0])
-
-
 def _permute_chunk(
     numbers: np.ndarray, size: int | np.ndarray, keys: np.ndarray, tweaks: np.ndarray | None
 ) -> np.ndarray:
@@ -79,16 +69,13 @@ def _walk(x: np.ndarray, size: Any, bits: int, keys: np.ndarray, tweaks: np.ndar
     return x
 
 
-def _rounds(
-    x: np.ndarray, bits: int, keys: np.ndarray, tweaks: np.ndarray | None, *, is_inverse: bool = False
-) -> np.ndarray:
+def _rounds(x: np.ndarray, bits: int, keys: np.ndarray, tweaks: np.ndarray | None) -> np.ndarray:
     """One pass of the Feistel network: the halves in turn are XORed with a hash of the other one."""
     right_bits = bits // 2
     halves = [x >> np.uint64(right_bits), x & np.uint64((1 << right_bits) - 1)]
     # A hash's top bits, as many as the half has that it is XORed into.
     shifts = np.uint64(_WORD - (bits - right_bits)), np.uint64(_WORD - right_bits)
-    numbers = range(NUM_SMALL_ROUNDS if bits <= SMALL_BITS else NUM_ROUNDS)
-    for number in reversed(numbers) if is_inverse else numbers:
+    for number in range(NUM_SMALL_ROUNDS if bits <= SMALL_BITS else NUM_ROUNDS):
         target = number % 2
         mixed = halves[1 - target] ^ (keys[number % NUM_KEYS] + np.uint64(number // NUM_KEYS))
         if tweaks is not None:

@@ -16,12 +16,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# ---- order names ---------------------------------------------------------------------------------------------------
-
-
-# ---- sample order --------------------------------------------------------------------------------------------------
-
-
 ORDER_VERSION = 1
 UNSHUFFLED = 0  # stands for the version of the order where samples come as the source has them
 FEISTEL_ROUNDS = 8
@@ -83,14 +77,7 @@ class GlobalOrder(NamedTuple):
     """A keyed bijection over all samples."""
 
     num_positions: int
-
-    @property
-    def kind(self) -> str:
-        return "global"
-
-    @property
-    def version(self) -> int:
-        return ORDER_VERSION
+    kind, version = "global", ORDER_VERSION
 
     def ids_at(self, seed: int, epoch: int, positions: np.ndarray, /) -> np.ndarray:
         return _global_ids(self.num_positions, seed, epoch, positions)
@@ -106,14 +93,7 @@ class InOrder(NamedTuple):
     """The sample at a position is the one with that number, in every epoch."""
 
     num_positions: int
-
-    @property
-    def kind(self) -> str:
-        return "in order"
-
-    @property
-    def version(self) -> int:
-        return UNSHUFFLED
+    kind, version = "in order", UNSHUFFLED
 
     def ids_at(self, seed: int, epoch: int, positions: np.ndarray, /) -> np.ndarray:
         return positions

@@ -6,15 +6,15 @@ window  the shards at so many consecutive places; the last window may have fewer
 Law: every epoch visits each sample once, and reads a window's shards at no position outside the window. So storage that
 reads whole files is asked for each file once per epoch, and a host keeps no more than two windows of them.
 
-Memory: nothing where all shards but the last have one size; else a prefix sum over the shards of an epoch.
+Memory: a few numbers for each shard.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold.orders.keyed_permutation import derive_keys, invert, permute
+from fourfold.orders.keyed_permutation import derive_keys, permute
 from fourfold.orders.sample_order import digest_of
 from fourfold.words.errors import Problem
 
@@ -42,66 +42,15 @@ def window_problems(shard_sizes: Any, window: Any, num_samples: int) -> list[Pro
     return []
 
 
-class _Shards(Protocol):
-    """The shards of an epoch by place."""
+class _Epoch(NamedTuple):
+    """The shards of an epoch by place, and the first position of each; at last the number of samples."""
+
+    shards: np.ndarray
+    starts: np.ndarray
 
     def place(self, position: int) -> int:
         """At which place the shard of a position is."""
-        ...
-
-    def starts(self, places: np.ndarray) -> np.ndarray:
-        """The first position of the shards at these places; that of place `num_shards` is the number of samples."""
-        ...
-
-    def numbers(self, places: np.ndarray) -> np.ndarray:
-        """Which shards are at these places."""
-        ...
-
-    def first_ids(self, places: np.ndarray) -> np.ndarray:
-        """The first id of the shards at these places."""
-        ...
-
-
-class _EvenShards:
-    """Shards of one size, only the last of which may be smaller."""
-
-    def __init__(self, num_shards: int, size: int, last_size: int, keys: np.ndarray) -> None:
-        self._num_shards, self._size, self._keys = num_shards, size, keys
-        self._missing = size - last_size
-        self._last_place = invert(num_shards - 1, num_shards, keys)
-
-    def place(self, position: int) -> int:
-        is_after_last = position >= (self._last_place + 1) * self._size - self._missing
-        return (position + self._missing * is_after_last) // self._size
-
-    def starts(self, places: np.ndarray) -> np.ndarray:
-        return places * self._size - self._missing * (places > self._last_place)
-
-    def numbers(self, places: np.ndarray) -> np.ndarray:
-        return permute(places, self._num_shards, self._keys)
-
-    def first_ids(self, places: np.ndarray) -> np.ndarray:
-        return self.numbers(places) * self._size
-
-
-class _UnevenShards:
-    """Shards of any sizes."""
-
-    def __init__(self, sizes: np.ndarray, first_ids: np.ndarray, keys: np.ndarray) -> None:
-        self._order, self._first_ids = permute(np.arange(len(sizes)), len(sizes), keys), first_ids
-        self._starts = np.concatenate([[0], np.cumsum(sizes[self._order])])
-
-    def place(self, position: int) -> int:
-        return int(np.searchsorted(self._starts, position, side="right")) - 1
-
-    def starts(self, places: np.ndarray) -> np.ndarray:
-        return self._starts[places]
-
-    def numbers(self, places: np.ndarray) -> np.ndarray:
-        return self._order[places]
-
-    def first_ids(self, places: np.ndarray) -> np.ndarray:
-        return self._first_ids[self._order[places]]
+        return int(np.searchsorted(self.starts, position, side="right")) - 1
 
 
 class WindowedOrder:
@@ -113,9 +62,7 @@ class WindowedOrder:
         self._sizes, self._window = np.asarray(shard_sizes, dtype=np.int64), window
         stops = np.cumsum(self._sizes)
         self.num_positions, self._first_ids = int(stops[-1]), stops - self._sizes
-        size, others = self._sizes[0], self._sizes[1:]
-        self._is_even = bool(size > 0 and (others[:-1] == size).all() and (others[-1:] <= size).all())
-        self._epochs: dict[tuple[int, int], _Shards] = {}
+        self._epochs: dict[tuple[int, int], _Epoch] = {}
 
     @property
     def num_shards(self) -> int:
@@ -124,18 +71,18 @@ class WindowedOrder:
     def ids_at(self, seed: int, epoch: int, positions: np.ndarray, /) -> np.ndarray:
         if not len(positions):
             return positions
-        shards = self._shards(seed, epoch)
-        first, last = (shards.place(int(end)) // self._window for end in (positions.min(), positions.max()))
+        shards, all_starts = found = self._epoch(seed, epoch)
+        first, last = (found.place(int(end)) // self._window for end in (positions.min(), positions.max()))
         # Tables of the windows that the positions lie in, which are few: positions are asked for in ranges.
-        edges = shards.starts(np.minimum(np.arange(first, last + 2) * self._window, self.num_shards))
+        edges = all_starts[np.minimum(np.arange(first, last + 2) * self._window, self.num_shards)]
         windows = np.searchsorted(edges, positions, side="right") - 1
         keys = derive_keys("fourfold windowed order", WINDOWED_VERSION, "samples", seed, epoch)
         sizes = np.diff(edges)
         shuffled = edges[windows] + permute(positions - edges[windows], sizes[windows], keys, windows + first)
         places = self._places(first, last)
-        starts = shards.starts(places)
+        starts = all_starts[places]
         indices = np.searchsorted(starts, shuffled, side="right") - 1
-        return (shards.first_ids(places) - starts)[indices] + shuffled
+        return (self._first_ids[shards[places]] - starts)[indices] + shuffled
 
     def _places(self, first_window: int, last_window: int) -> np.ndarray:
         return np.arange(first_window * self._window, min((last_window + 1) * self._window, self.num_shards))
@@ -144,9 +91,9 @@ class WindowedOrder:
         """The shards that positions [start, stop) of an epoch may read, window after window."""
         if start == stop:
             return []
-        shards = self._shards(seed, epoch)
-        first, last = (shards.place(end) // self._window for end in (start, stop - 1))
-        return shards.numbers(self._places(first, last)).tolist()
+        found = self._epoch(seed, epoch)
+        first, last = (found.place(end) // self._window for end in (start, stop - 1))
+        return found.shards[self._places(first, last)].tolist()
 
     def description(self) -> str:
         return f"windowed, window {self._window} of {self.num_shards} shards"
@@ -154,15 +101,13 @@ class WindowedOrder:
     def digest(self) -> str:
         return digest_of(self.kind, self.version, self._window, self._sizes)
 
-    def _shards(self, seed: int, epoch: int) -> _Shards:
+    def _epoch(self, seed: int, epoch: int) -> _Epoch:
         """The shards of an epoch; those of the last ones are kept."""
         known = self._epochs.get((seed, epoch))
         if known is None:
             keys = derive_keys("fourfold windowed order", WINDOWED_VERSION, "shards", seed, epoch)
-            if self._is_even:
-                known = _EvenShards(self.num_shards, int(self._sizes[0]), int(self._sizes[-1]), keys)
-            else:
-                known = _UnevenShards(self._sizes, self._first_ids, keys)
+            shards = permute(np.arange(self.num_shards), self.num_shards, keys)
+            known = _Epoch(shards, np.concatenate([[0], np.cumsum(self._sizes[shards])]))
             newest = list(self._epochs.items())[1 - NUM_CACHED_EPOCHS :]
             self._epochs = {**dict(newest), (seed, epoch): known}
         return known
