@@ -303,7 +303,7 @@ def test_samples_of_webdataset_are_samples(tmp_path: Path):
     (tmp_path / "files").mkdir()
     expected = write_tars(tmp_path / "files")
     source = ff.open_source(tmp_path / "files")
-    keys = [each["__key__"] for each in WebDataset(source._records._files.paths, shardshuffle=False)]
+    keys = [each["__key__"] for each in WebDataset(source._records.paths, shardshuffle=False)]
     assert [source.sample_key(i).partition("sample ")[2] for i in range(10)] == keys
     check(source, [{name: sample[name] for name in source[0]} for sample in expected])
     check_pack(tmp_path, source)

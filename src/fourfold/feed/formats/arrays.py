@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.lib import format as npy_format
 
-from fourfold.feed.formats.positioned import PositionedFiles
+from fourfold.feed.formats.positioned import PositionedFiles, file_size
 from fourfold.feed.unpacked import Unpacked, check_fits
 from fourfold.words.comma_lists import comma_list
 from fourfold.words.errors import DataError, Problem, first_line
@@ -138,8 +138,11 @@ class ArrayRows:
     Shards have arrays of numbers alone, which are stored by rows.
     """
 
+    noun = "row"
+
     def __init__(self, name: str, paths: Sequence[str], *, shards: bool) -> None:
-        self.name, self._files, self._are_shards = name, PositionedFiles(paths), shards
+        self.name, self.paths, self._are_shards = name, paths, shards
+        self.files = None if is_npz(paths[0]) else PositionedFiles(paths)
         self._heads = [self._open(path) for path in paths]
         first = self._heads[0]
         self.field_names = list(first)
@@ -150,15 +153,8 @@ class ArrayRows:
         self.shard_sizes = [next(iter(heads.values())).shape[0] for heads in self._heads]
         self._unpacked = Unpacked[dict[str, np.ndarray]]()
 
-    @property
-    def bytes_read(self) -> int | None:
-        return None if is_npz(self._files.paths[0]) else self._files.bytes_read
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._files.paths[file]}, row {record}"
-
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        path, heads = self._files.paths[file], self._heads[file]
+        path, heads = self.paths[file], self._heads[file]
         if is_npz(path):
             num_bytes = sum(head.dtype.itemsize * math.prod(head.shape) for head in heads.values())
             held = self._unpacked.get(file, num_bytes, lambda: _unpack(path, heads))
@@ -171,20 +167,22 @@ class ArrayRows:
         row_bytes = head.dtype.itemsize * math.prod(shape)
         if head.by_columns:
             check_fits(row_bytes, "a row")
-            row = np.memmap(self._files.paths[file], head.dtype, "r", head.start, head.shape, "F")[record]
+            row = np.memmap(self.paths[file], head.dtype, "r", head.start, head.shape, "F")[record]
         else:
-            content = self._files.read(file, head.start + record * row_bytes, row_bytes)
+            assert self.files is not None
+            content = self.files.read(file, head.start + record * row_bytes, row_bytes)
             row = np.frombuffer(content, head.dtype).reshape(shape)
         return np.array(row, dtype=head.dtype.newbyteorder("="))
 
     def _open(self, path: str) -> dict[str, NpyHead]:
         kinds = NUMBERS if self._are_shards else NOT_OBJECTS
         try:
+            size = file_size(path)
             with open(path, "rb") as file:
                 if is_npz(path):
                     heads = _read_npz(file, read_npy_head, kinds)
                 else:
-                    heads = {LONE: read_npy_head(file, os.fstat(file.fileno()).st_size, kinds)}
+                    heads = {LONE: read_npy_head(file, size, kinds)}
                     if self._are_shards and heads[LONE].by_columns and len(heads[LONE].shape) > 1:
                         raise ValueError("an array that is stored by columns, not by rows")
         except UNREADABLE as error:

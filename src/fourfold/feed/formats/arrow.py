@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold.feed.formats.positioned import file_size
+from fourfold.feed.formats.positioned import file_size, read_json
 from fourfold.feed.optional_package import import_optional
 from fourfold.feed.pack.schema import EncodedImage
 from fourfold.feed.unpacked import Unpacked, check_fits, load_json, share_bytes
@@ -45,26 +45,14 @@ MAX_STATE_BYTES = 2**26
 
 def saved_files(folder: Path) -> list[str]:
     """The Arrow files of a saved data set. Raises DataError for a state that is damaged, or names other files."""
-    names: list[Any] = [each.get("filename") for each in _entries(folder / STATE_FILE)]
+    need = "the state of a data set that `datasets` has saved"
+    entries = read_json(folder / STATE_FILE, lambda state: state["_data_files"] or None, MAX_STATE_BYTES, need)
+    names: list[Any] = [each.get("filename") for each in entries]
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
             problem = Problem(f"a file named {str(name)[:100]!r}", "a file of the folder")
             raise DataError(problem, where=str(folder / STATE_FILE))
     return [str(folder / name) for name in names]
-
-
-def _entries(path: Path) -> list[dict[str, Any]]:
-    size = file_size(str(path))
-    if size > MAX_STATE_BYTES:
-        raise DataError(Problem(f"{path} of {size} bytes", f"at most {MAX_STATE_BYTES}"), where=str(path))
-    try:
-        entries = load_json(path.read_bytes())["_data_files"]
-        if not isinstance(entries, list) or not entries or not all(isinstance(each, dict) for each in entries):
-            raise ValueError("no list of files")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        got = f"{path}: {type(error).__name__}: {str(error)[:200]}"
-        raise DataError(Problem(got, "the state of a data set that `datasets` has saved"), where=str(path)) from error
-    return entries
 
 
 # ---- columns of tables -----------------------------------------------------------------------------------------------
@@ -487,36 +475,26 @@ def _open(path: str, columns: Sequence[str] | None) -> Any:
 class TableRows:
     """The rows of Parquet or Arrow files."""
 
-    bytes_read = None  # by pyarrow, or by the kernel through a map
+    noun, files = "row", None
 
     def __init__(self, name: str, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
-        self.name, self._paths, self._wanted = name, list(paths), columns
-        self._start()
-
-    def _start(self) -> None:
-        self._files = [_open(path, self._wanted) for path in self._paths]
+        self.name, self.paths, self._wanted = name, paths, columns
+        self._files = [_open(path, columns) for path in paths]
         types = [{name: _type_text(file.schema.field(name).type) for name in file.columns} for file in self._files]
         self.field_names = self._files[0].columns
-        for path, file, found in zip(self._paths, self._files, types, strict=True):
+        for path, file, found in zip(paths, self._files, types, strict=True):
             if differ := [name for name in {**types[0], **found} if found.get(name) != types[0].get(name)]:
-                need = f"{_summary(types[0], differ)}, as in {self._paths[0]}"
+                need = f"{_summary(types[0], differ)}, as in {paths[0]}"
                 attempt = "a folder for each, or columns= without them"
                 raise DataError(Problem(f"{path}: {_summary(found, differ)}", need, attempt), where=self.name)
             file.columns = self.field_names
-        self._images = _image_columns(self._files[0].schema, self._paths[0])
+        self._images = _image_columns(self._files[0].schema, paths[0])
         self._ends = [list(itertools.accumulate(file.sizes)) for file in self._files]
         self.shard_sizes = [ends[-1] if ends else 0 for ends in self._ends]
         self._parts = Unpacked[Any]()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_paths": self._paths, "_wanted": self._wanted}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._paths[file]}, row {record}"
+    def __reduce__(self) -> Any:  # to a worker process goes nothing that is open
+        return TableRows, (self.name, self.paths, self._wanted)
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         by_part: dict[int, list[int]] = {}

@@ -17,7 +17,7 @@ from fourfold.feed.unpacked import check_fits
 class FileSamples:
     """Records of one file each. `labels`: by file, the numbers of their classes; then records are pairs."""
 
-    bytes_read = None
+    noun, files = "", None
 
     def __init__(
         self,
@@ -31,13 +31,10 @@ class FileSamples:
         for path in paths:
             file_size(path)
         self.name, self.shard_sizes, self.classes = name, [1] * len(paths), classes
-        self._paths, self._read_record, self._labels = paths, read_record, labels
-
-    def key(self, file: int, record: int) -> str:
-        return self._paths[file]
+        self.paths, self._read_record, self._labels = paths, read_record, labels
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        found = self._read_record(self._paths[file])
+        found = self._read_record(self.paths[file])
         if self._labels is not None:
             found = {PAIR[0]: found["image"], PAIR[1]: self._labels[file]}
         return [found] * len(records)

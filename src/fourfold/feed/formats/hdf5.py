@@ -44,32 +44,22 @@ def _h5py() -> Any:
 class HDF5Rows:
     """The rows of HDF5 files, which have the same datasets."""
 
-    bytes_read = None  # by the library
+    noun, files = "row", None
 
     def __init__(self, name: str, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
-        self.name, self._paths, self._columns = name, list(paths), columns
-        layouts = [self._layout(path) for path in self._paths]
-        for path, layout in zip(self._paths, layouts, strict=True):
+        self.name, self.paths, self._columns = name, paths, columns
+        layouts = [self._layout(path) for path in self.paths]
+        for path, layout in zip(self.paths, layouts, strict=True):
             if layout.fields != layouts[0].fields:
-                need = f"{_summary(layouts[0])}, as in {self._paths[0]}"
+                need = f"{_summary(layouts[0])}, as in {self.paths[0]}"
                 problem = Problem(f"{path}: {_summary(layout)}", need, "a folder for each, or columns=")
                 raise DataError(problem, where=self.name)
         self.shard_sizes = [layout.num_rows for layout in layouts]
-        self._fields = self.field_names = list(layouts[0].fields)
-        self._start()
-
-    def _start(self) -> None:
+        self.field_names = list(layouts[0].fields)
         self._open, self._lock = OrderedDict[int, Any](), threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_open", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._paths[file]}, row {record}"
+    def __reduce__(self) -> Any:  # to a worker process goes nothing that is open
+        return HDF5Rows, (self.name, self.paths, self._columns)
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -77,7 +67,7 @@ class HDF5Rows:
             opened = self._file(file)
             for record in records:
                 row = {}
-                for name in self._fields:
+                for name in self.field_names:
                     try:
                         row[name] = _row_of(opened[name], record)
                     except (KeyError, RuntimeError) as error:  # h5py's, for damaged files
@@ -88,7 +78,7 @@ class HDF5Rows:
     def _file(self, number: int) -> Any:
         file = self._open.pop(number, None)
         if file is None:
-            file = _h5py().File(self._paths[number], "r")
+            file = _h5py().File(self.paths[number], "r")
         self._open[number] = file
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)[1].close()

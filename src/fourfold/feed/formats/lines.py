@@ -47,16 +47,12 @@ Column = Callable[[str], Any]
 class LineRecords:
     """The records of files. `offsets`: of each file, where its records begin, and at last where they end."""
 
+    noun = "record"
+
     def __init__(self, name: str, paths: Sequence[str], offsets: Sequence["array[int]"], parse: Parse) -> None:
-        self.name, self._files, self._offsets, self._parse = name, PositionedFiles(paths), offsets, parse
+        self.name, self.paths, self.files = name, paths, PositionedFiles(paths)
+        self._offsets, self._parse = offsets, parse
         self.shard_sizes = [len(each) - 1 for each in offsets]
-
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._files.paths[file]}, record {record}"
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         return [self._read(file, record) for record in records]
@@ -64,7 +60,7 @@ class LineRecords:
     def _read(self, file: int, record: int) -> dict[str, Any]:
         start, stop = self._offsets[file][record : record + 2]
         # Files that were joined have marks in between.
-        return self._parse(self._files.read(file, start, stop - start).decode().removeprefix("\ufeff"))
+        return self._parse(self.files.read(file, start, stop - start).decode().removeprefix("\ufeff"))
 
 
 def open_text(name: str, paths: Sequence[str]) -> LineRecords:

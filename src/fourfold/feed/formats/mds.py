@@ -24,11 +24,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fourfold.feed.formats.positioned import PositionedFiles, file_size
+from fourfold.feed.formats.positioned import PositionedFiles, read_json
 from fourfold.feed.formats.source import parse_json, stackable
 from fourfold.feed.optional_package import import_optional
 from fourfold.feed.pack.schema import EncodedImage
-from fourfold.feed.unpacked import Unpacked, load_json
+from fourfold.feed.unpacked import Unpacked
 from fourfold.words import argument_checks
 from fourfold.words.errors import DataError, Problem
 
@@ -61,40 +61,26 @@ READERS: dict[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-class _UnpackedFiles:
-    """The contents of compressed files."""
-
-    def __init__(self, files: PositionedFiles) -> None:
-        self._files, self._unpacked = files, Unpacked[memoryview]()
-
-    def read(self, file: int, compression: str, num_bytes: int, offset: int, length: int) -> bytes:
-        """Bytes of the unpacked file. Raises ValueError if it is damaged or has not got them."""
-        needed = num_bytes + min(num_bytes, WINDOW_BYTES)
-        content = self._unpacked.get(file, needed, lambda: self._unpack(file, compression, num_bytes))
-        if offset + length > len(content):
-            raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
-        return bytes(content[offset : offset + length])
-
-    def _unpack(self, file: int, compression: str, num_bytes: int) -> memoryview:
-        """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
-        if num_bytes > max(LEAST_BYTES, MAX_RATIO * (size := self._files.sizes[file])):
-            raise ValueError(f"{num_bytes} bytes by {compression} from {size}")
-        content, done = memoryview(bytearray(num_bytes)), 0
-        try:
-            # They read files of several members, and the checksums at their ends.
-            with open(self._files.paths[file], "rb") as packed:
-                reader = READERS[compression](packed)
-                while count := reader.readinto(content[done : done + CHUNK_BYTES]):
-                    done += count
-                is_longer = bool(reader.read(1))
-        except Exception as error:
-            if isinstance(error, DataError | MemoryError):
-                raise
-            raise ValueError(f"{compression}: {error}") from error
-        if done != num_bytes or is_longer:
-            raise ValueError(f"{'more' if is_longer else done} bytes by {compression}, not {num_bytes}")
-        self._files.add_bytes_read(size)
-        return content
+def _unpack(files: PositionedFiles, file: int, compression: str, num_bytes: int) -> memoryview:
+    """What was compressed, which has `num_bytes`. Raises ValueError if it is damaged, or longer or shorter."""
+    if num_bytes > max(LEAST_BYTES, MAX_RATIO * (size := files.sizes[file])):
+        raise ValueError(f"{num_bytes} bytes by {compression} from {size}")
+    content, done = memoryview(bytearray(num_bytes)), 0
+    try:
+        # They read files of several members, and the checksums at their ends.
+        with open(files.paths[file], "rb") as packed:
+            reader = READERS[compression](packed)
+            while count := reader.readinto(content[done : done + CHUNK_BYTES]):
+                done += count
+            is_longer = bool(reader.read(1))
+    except Exception as error:
+        if isinstance(error, DataError | MemoryError):
+            raise
+        raise ValueError(f"{compression}: {error}") from error
+    if done != num_bytes or is_longer:
+        raise ValueError(f"{'more' if is_longer else done} bytes by {compression}, not {num_bytes}")
+    files.add_bytes_read(size)
+    return content
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -213,12 +199,12 @@ NEED = "an index.json of MDS, version 2"
 
 
 class Shard(NamedTuple):
-    """A shard. `packed`: its compressed file and the compression, if the file that is not compressed is missing."""
+    """A shard. `path`: of its compressed file, if the other is missing; `compression`: of that file."""
 
     path: str
     num_bytes: int
     num_samples: int
-    packed: tuple[str, str] | None
+    compression: str | None
 
 
 class Columns(NamedTuple):
@@ -232,6 +218,8 @@ class Columns(NamedTuple):
 class MDS:
     """The samples of a folder of MDS shards."""
 
+    noun = "sample"
+
     def __init__(self, folder: str | Path, columns: Sequence[str] | None = None) -> None:
         self.name = str(folder)
         content = _read_index(Path(folder) / INDEX_FILE)
@@ -239,33 +227,22 @@ class MDS:
         self.field_names = self._columns.names
         self._shards = [_shard_of(Path(folder), number, each) for number, each in enumerate(content)]
         self.shard_sizes = [shard.num_samples for shard in self._shards]
-        plain = [shard.packed[0] if shard.packed else shard.path for shard in self._shards]
-        self._files = PositionedFiles(plain)
-        self._unpacked = _UnpackedFiles(self._files)
+        self.paths = [shard.path for shard in self._shards]
+        self.files, self._unpacked = PositionedFiles(self.paths), Unpacked[memoryview]()
         for number, shard in enumerate(self._shards):
-            if shard.packed is None:
+            if shard.compression is None:
                 self._check(number, shard)
 
     def _check(self, number: int, shard: Shard) -> None:
-        size, need = self._files.sizes[number], f"{shard.num_samples} samples in {shard.num_bytes} bytes"
-        count = int.from_bytes(self._files.read(number, 0, min(4, size)), "little")
+        size, need = self.files.sizes[number], f"{shard.num_samples} samples in {shard.num_bytes} bytes"
+        count = int.from_bytes(self.files.read(number, 0, min(4, size)), "little")
         if size != shard.num_bytes or count != shard.num_samples:
             problem = Problem(f"{shard.path}: {count} samples in {size} bytes", f"{need}, as {INDEX_FILE} says")
             raise DataError(problem, where=self.name)
 
-    def __getstate__(self) -> dict[str, Any]:  # decoders cannot be sent
+    def __reduce__(self) -> Any:  # decoders cannot be sent
         names, _, decoded = self._columns
-        return {"folder": self.name, "columns": list(itertools.compress(names, decoded))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
-
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._files.paths[file]}, sample {record}"
+        return MDS, (self.name, list(itertools.compress(names, decoded)))
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         return [self._parse(self._content(file, record)) for record in records]
@@ -279,9 +256,13 @@ class MDS:
 
     def _bytes(self, file: int, offset: int, length: int) -> bytes:
         shard = self._shards[file]
-        if shard.packed is None:
-            return self._files.read(file, offset, length)
-        return self._unpacked.read(file, shard.packed[1], shard.num_bytes, offset, length)
+        if (compression := shard.compression) is None:
+            return self.files.read(file, offset, length)
+        needed = shard.num_bytes + min(shard.num_bytes, WINDOW_BYTES)
+        content = self._unpacked.get(file, needed, lambda: _unpack(self.files, file, compression, shard.num_bytes))
+        if offset + length > len(content):
+            raise ValueError(f"bytes {offset} to {offset + length} of {len(content)}")
+        return bytes(content[offset : offset + length])
 
     def _parse(self, content: bytes) -> dict[str, Any]:
         columns, sizes, at = self._columns, list[int](), 0
@@ -306,21 +287,14 @@ class MDS:
 
 def _read_index(path: Path) -> list[dict[str, Any]]:
     """The shards of an index. Raises DataError if it is none."""
-    size = file_size(str(path))
-    if size > MAX_INDEX_BYTES:
-        raise DataError(Problem(f"{path} of {size} bytes", f"at most {MAX_INDEX_BYTES}"), where=str(path))
-    try:
-        content = load_json(path.read_bytes())
+
+    def shards_of(content: Any) -> Any:
         shards = content["shards"]
-        if (
-            content["version"] != 2
-            or not isinstance(shards, list)
-            or not all(isinstance(each, dict) for each in shards)
-        ):
+        if content["version"] != 2 or not isinstance(shards, list):
             raise ValueError(f"version {content['version']!r}, and shards of type {type(shards).__name__}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        got = f"{path}: {type(error).__name__}: {str(error)[:200]}"
-        raise DataError(Problem(got, NEED), where=str(path)) from error
+        return shards
+
+    shards = read_json(path, shards_of, MAX_INDEX_BYTES, NEED)
     for number, shard in enumerate(shards):
         if (form := shard.get("format")) != "mds" or shard.get("version") != 2:
             got = f"shard {number} of format {form!r}, version {shard.get('version')!r}"
@@ -371,13 +345,14 @@ def _shard_of(folder: Path, number: int, found: dict[str, Any]) -> Shard:
             or not 0 <= num_samples <= num_bytes // 4 - 2
         ):
             raise ValueError(f"{num_samples!r} samples in {num_bytes} bytes")
-        packed = None
         if compression is not None and not os.path.exists(path):
-            packed = str(_file_of(folder, found["zip_data"])[0]), _check_compression(compression)
+            path, compression = _file_of(folder, found["zip_data"])[0], _check_compression(compression)
+        else:
+            compression = None
     except (ValueError, KeyError, TypeError) as error:
         got = f"shard {number}: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(Problem(got, NEED), where=str(folder / INDEX_FILE)) from error
-    return Shard(str(path), num_bytes, num_samples, packed)
+    return Shard(str(path), num_bytes, num_samples, compression)
 
 
 def _file_of(folder: Path, info: Any) -> tuple[Path, int]:

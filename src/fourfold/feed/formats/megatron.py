@@ -59,39 +59,27 @@ class _Index:
 
 
 class MegatronSequences:
-    """The sequences of Megatron's files; `paths` without `.bin` and `.idx`."""
+    """The sequences of Megatron's files; `prefixes`: their names without `.bin` and `.idx`."""
 
-    def __init__(self, name: str, paths: Sequence[str]) -> None:
-        self.name, self._paths = name, list(paths)
-        self._open()
+    noun = "sequence"
 
-    def _open(self) -> None:
-        self._indexes = [_Index(f"{path}.idx") for path in self._paths]
-        self._files = PositionedFiles([f"{path}.bin" for path in self._paths])
-        for index, size in zip(self._indexes, self._files.sizes, strict=True):
+    def __init__(self, name: str, prefixes: Sequence[str]) -> None:
+        self.name, self._prefixes = name, prefixes
+        self.paths = [f"{prefix}.bin" for prefix in prefixes]
+        self._indexes, self.files = [_Index(f"{prefix}.idx") for prefix in prefixes], PositionedFiles(self.paths)
+        for index, size in zip(self._indexes, self.files.sizes, strict=True):
             index.check(size)
         self.shard_sizes = [index.num_sequences for index in self._indexes]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_paths": self._paths}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._files.paths[file]}, sequence {record}"
+    def __reduce__(self) -> Any:  # to a worker process goes nothing that is mapped
+        return MegatronSequences, (self.name, self._prefixes)
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         index = self._indexes[file]
         found = []
         for record in records:
             num_bytes = int(index.lengths[record]) * index.dtype.itemsize
-            content = self._files.read(file, int(index.pointers[record]), num_bytes)
+            content = self.files.read(file, int(index.pointers[record]), num_bytes)
             tokens = np.frombuffer(content, dtype=index.dtype)
             found.append({"tokens": tokens.astype(index.dtype.newbyteorder("="))})  # also: a copy that may be written
         return found

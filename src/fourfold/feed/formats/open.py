@@ -255,7 +255,7 @@ OPENERS: dict[str, Callable[[str, Sequence[str], Options], Records]] = {
 
 def _source(records: Records, options: Options, what: str, *, rows: bool = False) -> FormatSource:
     _refuse(options, records.name, what, rows=not rows, length=True)
-    wanted = {"columns": options.columns, "target": options.target, "images": options.images, "dtype": options.dtype}
+    wanted = {"columns": options.fields, "target": options.target, "images": options.images, "dtype": options.dtype}
     return FormatSource(records, **wanted)
 
 

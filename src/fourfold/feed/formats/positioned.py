@@ -7,11 +7,12 @@ import functools
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fourfold.feed.pack.files import MAX_OPEN, ShardFile
-from fourfold.feed.unpacked import check_fits
+from fourfold.feed.unpacked import check_fits, load_json
 from fourfold.words.errors import DataError, Problem, os_error_text
 
 
@@ -25,6 +26,21 @@ def file_size(path: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise DataError(Problem(f"{path} is no regular file", "a file that can be read"), where=path)
     return found.st_size
+
+
+def read_json(path: Path, entries: Callable[[Any], Any], max_bytes: int, need: str) -> list[dict[str, Any]]:
+    """The objects that `entries` finds in an index in JSON. Raises DataError if it is another file than `need` says."""
+    size = file_size(str(path))
+    if size > max_bytes:
+        raise DataError(Problem(f"{path} of {size} bytes", f"at most {max_bytes}"), where=str(path))
+    try:
+        found = entries(load_json(path.read_bytes()))
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            raise ValueError("no list of objects")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{path}: {type(error).__name__}: {str(error)[:200]}"
+        raise DataError(Problem(got, need), where=str(path)) from error
+    return found
 
 
 class PositionedFiles:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fourfold.feed.collate import collate_samples
+from fourfold.feed.formats.positioned import PositionedFiles
 from fourfold.feed.pack.schema import PAIR, EncodedImage
 from fourfold.feed.pack.values import DTYPES, IMAGE_THREADS, decode_image
 from fourfold.feed.source import empty_like
@@ -73,22 +74,30 @@ Dtypes = str | torch.dtype | Mapping[str, str | torch.dtype]
 
 
 class Records(Protocol):
-    """Files of one format. `read` raises one of `UNREADABLE` for a damaged record."""
+    """Files of one format. `read` raises one of `UNREADABLE` for a damaged record.
+
+    noun   what a record is called, such as "row"; "" if a file is one. Or `key(file, record)` says which it is
+    files  through which they are read; None: by a library, or a file as a whole
+    Perhaps `field_names`, those of all records; `classes`, what the values of the targets mean.
+    """
 
     @property
     def name(self) -> str: ...
     @property
-    def shard_sizes(self) -> Sequence[int]: ...
+    def paths(self) -> Sequence[str]: ...
     @property
-    def bytes_read(self) -> int | None: ...
-    def key(self, file: int, record: int, /) -> str: ...
+    def noun(self) -> str: ...
+    @property
+    def files(self) -> PositionedFiles | None: ...
+    @property
+    def shard_sizes(self) -> Sequence[int]: ...
     def read(self, file: int, records: Sequence[int], /) -> list[Record]: ...
 
 
 class FormatSource:
     """The records of files as a source.
 
-    columns  the fields of a sample, in this order; None: all
+    columns  the fields of a sample, in this order, the target among them; None: all
     target   a field: samples are pairs (the other fields, target). With one other field, the inputs are its values
     images   decode images to uint8 [3, height, width]; else their bytes are the sample
     dtype    of all numbers but the target's; or a dtype by field
@@ -106,14 +115,14 @@ class FormatSource:
         dtype: Dtypes | None = None,
     ) -> None:
         self._records, self._columns, self._target, self._images = records, columns, target, images
+        self.name, self.shard_sizes = records.name, records.shard_sizes
+        self.classes: Sequence[str] | None = getattr(records, "classes", None)
         self._dtypes = _read_dtypes(dtype)
         self._ends = list(itertools.accumulate(records.shard_sizes))
         count = sum(records.shard_sizes)
         if not 0 < count < 2**63:  # of rows without bytes, a file may have any number
             need = "fewer than 2**63" if count else "at least one"
             raise DataError(Problem(f"{records.name} has {count or 'no'} samples", need), where=records.name)
-        if columns is not None and target is not None and target not in columns:
-            self._columns = [*columns, target]
         self._check_names()
 
     def _check_names(self) -> None:
@@ -139,24 +148,9 @@ class FormatSource:
         return list(found)
 
     @property
-    def name(self) -> str:
-        """Where the samples are."""
-        return self._records.name
-
-    @property
-    def shard_sizes(self) -> Sequence[int]:
-        """How many samples each file holds."""
-        return self._records.shard_sizes
-
-    @property
     def bytes_read(self) -> int | None:
         """What has been read of the files; None if their library does not tell."""
-        return self._records.bytes_read
-
-    @property
-    def classes(self) -> Sequence[str] | None:
-        """What the values of the targets mean, if the files say it."""
-        return getattr(self._records, "classes", None)
+        return None if self._records.files is None else self._records.files.bytes_read
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -195,7 +189,12 @@ class FormatSource:
 
     def sample_key(self, index: int) -> str:
         """The file and the record of a sample."""
-        return self._records.key(*self._place(index))
+        file, record = self._place(index)
+        own_key = getattr(self._records, "key", None)
+        if own_key is not None:
+            return own_key(file, record)
+        noun = self._records.noun
+        return self._records.paths[file] + (f", {noun} {record}" if noun else "")
 
     def _place(self, index: int) -> tuple[int, int]:
         number = index + len(self) if index < 0 else index

@@ -269,25 +269,19 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x01": "zlib", b"\x78\x9c": "zlib", b"\
 class TFRecords:
     """The Examples of TFRecord files. `examples`: parse them; else a record is {"record": its bytes}."""
 
+    noun = "record"
+
     def __init__(self, name: str, paths: Sequence[str], *, examples: bool = True) -> None:
-        self.name, self._examples = name, examples
-        self._files = PositionedFiles(paths)
+        self.name, self.paths, self.files, self._examples = name, paths, PositionedFiles(paths), examples
         self._starts = [self._index(file) for file in range(len(paths))]
         self.shard_sizes = [len(starts) - 1 for starts in self._starts]
-
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
-    def key(self, file: int, record: int) -> str:
-        return f"{self._files.paths[file]}, record {record}"
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         return [self._read(file, record) for record in records]
 
     def _read(self, file: int, record: int) -> dict[str, Any]:
         start, stop = self._starts[file][record : record + 2]
-        content = self._files.read(file, start, stop - start)
+        content = self.files.read(file, start, stop - start)
         head, body, foot = content[:HEAD], content[HEAD:-FOOT], content[-FOOT:]
         if int.from_bytes(head[:8], "little") != len(body):
             raise ValueError("its length is not what it was when the file was opened")
@@ -297,9 +291,9 @@ class TFRecords:
 
     def _index(self, file: int) -> "array[int]":
         """Where the records begin, and at last where they end. Raises DataError for damaged lengths."""
-        starts, heads, size, at = array("Q"), bytearray(), self._files.sizes[file], 0
+        starts, heads, size, at = array("Q"), bytearray(), self.files.sizes[file], 0
         while at < size:
-            head = self._files.read(file, at, min(HEAD, size - at))
+            head = self.files.read(file, at, min(HEAD, size - at))
             if len(head) < HEAD:
                 raise self._damaged(file, heads, len(starts), f"the file ends in the head of record {len(starts)}")
             starts.append(at)
@@ -316,7 +310,7 @@ class TFRecords:
 
     def _damaged(self, file: int, heads: bytearray, count: int, got: str) -> DataError:
         self._check(file, heads, count)  # a wrong length, rather than what follows from it
-        path = self._files.paths[file]
+        path = self.paths[file]
         return DataError(Problem(f"{path}: {got}", "a file that is whole", "the file from its origin"), where=path)
 
     def _check(self, file: int, heads: bytearray, count: int) -> None:
@@ -326,7 +320,7 @@ class TFRecords:
         wrong = np.flatnonzero(masked_crc32c_of_rows(rows[:, :8]) != stored)
         if not len(wrong):
             return
-        path, record = self._files.paths[file], count - len(rows) + wrong[0]
+        path, record = self.paths[file], count - len(rows) + wrong[0]
         form = COMPRESSED.get(bytes(heads[:2])) if record == 0 else None
         got = f"{path}, record {record}: the checksum of its length is wrong"
         if form is not None:

@@ -184,9 +184,11 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 class TarSamples:
     """The samples of tar archives. A field without a known ending is bytes."""
 
+    noun = "sample"
+
     def __init__(self, name: str, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
         self.name, self._columns = name, None if columns is None else frozenset(columns)
-        self._files = PositionedFiles(paths)
+        self.paths, self.files = paths, PositionedFiles(paths)
         self._fields: dict[str, int] = {}
         self._archives = [_Archive() for _ in paths]
         for file in range(len(paths)):
@@ -194,16 +196,12 @@ class TarSamples:
         self._names = self.field_names = list(self._fields)
         self.shard_sizes = [len(archive.first) - 1 for archive in self._archives]
 
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
     def key(self, file: int, record: int) -> str:
         try:
-            first = next(islice(_members(self._files, file, self._archives[file].headers[record]), 1))
+            first = next(islice(_members(self.files, file, self._archives[file].headers[record]), 1))
         except (DataError, OSError):  # the archive is not what it was when it was opened
-            return f"{self._files.paths[file]}, sample {record}"
-        return f"{self._files.paths[file]}, sample {(split_name(first.name) or [first.name])[0]}"
+            return f"{self.paths[file]}, sample {record}"
+        return f"{self.paths[file]}, sample {(split_name(first.name) or [first.name])[0]}"
 
     def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
         return [self._read(file, record) for record in records]
@@ -213,7 +211,7 @@ class TarSamples:
         for member in range(*archive.first[record : record + 2]):
             field = self._names[archive.fields[member]]
             if self._is_wanted(field):
-                content = self._files.read(file, archive.starts[member], archive.sizes[member])
+                content = self.files.read(file, archive.starts[member], archive.sizes[member])
                 decode = DECODERS.get(field.rpartition(".")[2], bytes)
                 try:
                     sample[field] = decode(content)
@@ -223,7 +221,7 @@ class TarSamples:
 
     def _index(self, file: int) -> None:
         archive, key, seen = self._archives[file], None, set[str]()
-        for member in _members(self._files, file):
+        for member in _members(self.files, file):
             parts = split_name(member.name)
             if META.match(member.name) or parts is None:
                 continue
@@ -236,11 +234,11 @@ class TarSamples:
             if member.kind in LINKS_AND_DEVICES and self._is_wanted(field):
                 attempt = "tar --dereference --hard-dereference"
                 raise DataError(
-                    Problem(f"{member.name}: a link or a device", "a file", attempt), where=self._files.paths[file]
+                    Problem(f"{member.name}: a link or a device", "a file", attempt), where=self.paths[file]
                 )
             if field in seen:
                 problem = Problem(f"{member.name} twice in one sample", "each field once")
-                raise DataError(problem, where=self._files.paths[file])
+                raise DataError(problem, where=self.paths[file])
             seen.add(field)
             archive.add(member, self._number_of(field, member, file))
         archive.first.append(len(archive.starts))
@@ -250,7 +248,7 @@ class TarSamples:
 
     def _number_of(self, field: str, member: _Member, file: int) -> int:
         if field not in self._fields:
-            path = self._files.paths[file]
+            path = self.paths[file]
             if self._is_wanted(field) and field.rpartition(".")[2] in PICKLES:
                 attempt = "columns= without it, or the arrays as .npy"
                 raise DataError(Problem(f"{member.name}: a pickle, which is never read", attempt=attempt), where=path)

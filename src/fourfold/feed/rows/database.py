@@ -47,16 +47,15 @@ class Database(Protocol):
         """The names of a row's values."""
         ...
 
+    @property
+    def connections(self) -> "Connections": ...
+
     def scan(self) -> Generator[Row, None, None]:
         """All rows, in the order of the key, of one snapshot."""
         ...
 
     def rows(self, keys: Sequence[Any]) -> Generator[Row, None, None]:
         """The rows with these keys, in any order."""
-        ...
-
-    def disconnect(self) -> None:
-        """Close this thread's connection; the next call makes another."""
         ...
 
     def may_pass(self, error: Exception) -> bool:
@@ -71,7 +70,7 @@ def retried(database: Database, read: Callable[[], Result], backoff: Backoff) ->
         try:
             return read()
         except Exception:
-            database.disconnect()
+            database.connections.close()
             raise
 
     return retry(attempt, database.url, backoff, may_pass=database.may_pass)
@@ -89,6 +88,7 @@ class Connections:
         return self._local.connection
 
     def close(self) -> None:
+        """Close this thread's connection; the next call makes another."""
         if getattr(self._local, "process", None) == os.getpid():
             self._local.process = None
             self._local.connection.close()

@@ -85,7 +85,7 @@ class MongoDatabase:
         self._key, self._pipeline = key, [dict(stage) for stage in pipeline]
         self.columns = check_columns([key, *(name for name in fields if name != key)], key, where="ff.mongo")
         self._check_arguments()
-        self._connections = Connections()
+        self.connections = Connections()
         self._pymongo = import_optional("pymongo", "pymongo, for mongodb://", "mongo", where="ff.mongo")
         self._object_id = importlib.import_module("bson").ObjectId
         retried(self, self._check_server, OPENING)
@@ -136,9 +136,6 @@ class MongoDatabase:
         while some := list(itertools.islice(documents, ROWS_TOGETHER)):
             yield from self._rows(some)
 
-    def disconnect(self) -> None:
-        self._connections.close()
-
     def may_pass(self, error: Exception) -> bool:
         return isinstance(error, self._pymongo.errors.ConnectionFailure)
 
@@ -177,7 +174,7 @@ class MongoDatabase:
         return {each: b"".join(content) for each, content in parts.items()}
 
     def _database(self) -> Any:
-        return self._connections.get(self._connect).get_default_database(default=None)
+        return self.connections.get(self._connect).get_default_database(default=None)
 
     def _connect(self) -> Any:
         return self._pymongo.MongoClient(self._given, serverSelectionTimeoutMS=TIMEOUT_MS, connectTimeoutMS=TIMEOUT_MS)

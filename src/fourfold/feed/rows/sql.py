@@ -105,7 +105,7 @@ class _SqliteDatabase:
         path = Path(unquote(urlsplit(url).path.removeprefix("/")))
         self.url, self._path = f"sqlite:///{path}", path
         self._source, self._key = query, quoted(key)
-        self._connections = Connections()
+        self.connections = Connections()
         if not os.path.isfile(path):
             raise DataError(Problem(f"{path}, which is no file", "a file of SQLite"), where="ff.sql")
         described = retried(self, self._describe, Backoff())
@@ -129,9 +129,6 @@ class _SqliteDatabase:
             text = f"SELECT * FROM {self._source} WHERE {self._key} IN ({marks})"
             yield from self._connection().execute(text, some)
 
-    def disconnect(self) -> None:
-        self._connections.close()
-
     def may_pass(self, error: Exception) -> bool:
         """Another process has locked the file, or it has been moved and may return."""
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest are details
@@ -139,7 +136,7 @@ class _SqliteDatabase:
         return is_gone or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 
     def _connection(self) -> sqlite3.Connection:
-        return self._connections.get(self._connect)
+        return self.connections.get(self._connect)
 
     def _connect(self) -> sqlite3.Connection:
         uri = f"{self._path.resolve().as_uri()}?mode=ro"
@@ -164,7 +161,7 @@ class _PostgresDatabase:
         # psycopg takes % for its own, where there are parameters. There always are: a query with parameters, even none,
         # is sent as one statement, and several are an error of the server.
         self._source, self._key = f"{query.replace('%', '%%')} AS samples", quoted(key).replace("%", "%%")
-        self._connections = Connections()
+        self.connections = Connections()
         self._psycopg = import_optional("psycopg", "psycopg, for postgresql://", "postgres", where="ff.sql")
         try:
             self._psycopg.conninfo.conninfo_to_dict(url)
@@ -196,14 +193,11 @@ class _PostgresDatabase:
             # As they arrive: a cursor of the server would send a number of them at once.
             yield from cursor.stream(text, parameters, binary=True)
 
-    def disconnect(self) -> None:
-        self._connections.close()
-
     def may_pass(self, error: Exception) -> bool:
         return isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
 
     def _connection(self) -> Any:
-        return self._connections.get(self._connect)
+        return self.connections.get(self._connect)
 
     def _connect(self) -> Any:
         connection = self._psycopg.connect(self._given, autocommit=True, connect_timeout=10)
