@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from fourfold.feed.source import read_rows
 from fourfold.feed.text_path import resolve_text_path
 from fourfold.words.errors import DataError, Problem
 
@@ -50,24 +51,11 @@ class Corpus:
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Rows of `length` bytes from each of B starts: uint8 [B, length]. Raises IndexError outside the corpus."""
-        offsets = np.asarray(starts, dtype=np.int64)
-        if offsets.size and (offsets.min() < 0 or offsets.max() + length > len(self)):
-            raise IndexError(f"bytes up to {int(offsets.max()) + length} asked of a corpus of {len(self)}")
-        rows = np.empty((offsets.size, length), dtype=np.uint8)
-        range_indices = np.searchsorted(self.ends, offsets, side="right")
-        for row, range_index, offset in zip(rows, range_indices.tolist(), offsets.tolist(), strict=True):
-            self._fill(row, range_index=range_index, offset=offset)
-        return rows
+        return read_rows(self.ends, starts, length, np.uint8, self._read_part)
 
-    def _fill(self, row: np.ndarray, *, range_index: int, offset: int) -> None:
-        filled = 0
-        while filled < row.size:
-            file_range = self.file_ranges[range_index]
-            start = file_range.stop - (int(self.ends[range_index]) - offset - filled)
-            copied = self._map_cached(file_range)[start : start + row.size - filled]
-            row[filled : filled + copied.size] = copied
-            filled += copied.size
-            range_index += 1
+    def _read_part(self, part: int, first: int, count: int) -> np.ndarray:
+        file_range = self.file_ranges[part]
+        return self._map_cached(file_range)[file_range.start + first : file_range.start + first + count]
 
 
 class CorpusSplit(NamedTuple):

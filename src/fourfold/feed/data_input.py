@@ -144,18 +144,21 @@ def loader_problems(loader: "DataLoader[Any]", name: str) -> list[Problem]:
 
 
 def _sampler_problems(loader: "DataLoader[Any]", name: str) -> list[Problem]:
-    """A sampler other than those that `shuffle` makes: every sample once, in order or at random."""
     sampler, length = loader.sampler, len(loader.dataset)  # pyright: ignore[reportArgumentType]
     if isinstance(sampler, DistributedSampler):
         attempt = "DataLoader(dataset, batch_size=…, shuffle=True): the feed gives each rank its part"
         return [Problem(f"{name} with a DistributedSampler", "the whole dataset on every rank", attempt)]
-    if type(sampler) is SequentialSampler and len(sampler) == length:
-        return []
-    if type(sampler) is RandomSampler and len(sampler) == length and not sampler.replacement:
+    if is_of_shuffle(sampler, length):
         return []
     got = f"{name} with a custom sampler ({type(sampler).__name__})"
     attempt = "torch.utils.data.Subset for some of the samples, or a dataset in the order you want"
     return [Problem(got, "shuffle=True or False, over all samples once", attempt)]
+
+
+def is_of_shuffle(sampler: Any, length: int) -> bool:
+    """Whether a sampler is one that `shuffle` makes: every sample once, in order or at random."""
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    return (is_random or type(sampler) is SequentialSampler) and len(sampler) == length
 
 
 class TaskInputs(NamedTuple):
@@ -174,14 +177,9 @@ class TaskInputs(NamedTuple):
 def open_data(data: Any, *, where: str) -> TaskInputs:
     """What a task's `data` function has returned. Raises DataError with all problems."""
     if not isinstance(data, Data):
-        raise DataError(
-            Problem(
-                argument_checks.format_argument("data()", data),
-                "the task's data() to return a Data",
-                "ff.Data(train=source)",
-            ),
-            where=where,
-        )
+        got = argument_checks.format_argument("data()", data)
+        problem = Problem(got, "the task's data() to return a Data", "ff.Data(train=source)")
+        raise DataError(problem, where=where)
     problems = input_problems(data.train, "train")
     problems += [] if data.valid is None else input_problems(data.valid, "valid")
     if problems:

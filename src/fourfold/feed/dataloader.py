@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from fourfold.feed.data_input import is_of_shuffle
 from fourfold.feed.data_rank import dp_size_and_index
 from fourfold.orders.sample_order import rows, shard_range
 from fourfold.plan.plan import Plan
@@ -160,19 +161,11 @@ def _loader_problems(loader: DataLoader[Any]) -> list[Problem]:
     elif isinstance(loader.sampler, DistributedSampler | ShardSampler):
         got = f"a loader that is sharded already ({type(loader.sampler).__name__})"
         problems.append(Problem(got, "one over the whole dataset", "the loader as it is, without ff.shard"))
-    elif not _has_standard_sampler(loader):
+    elif not is_of_shuffle(loader.sampler, _length(loader)):
         need = "shuffle=True or False, over all samples once"
         attempt = "torch.utils.data.Subset for some of the samples, or a sampler made for ff.world().rank"
         problems.append(Problem(f"a custom sampler ({type(loader.sampler).__name__})", need, attempt))
     return problems
-
-
-def _has_standard_sampler(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler is one that `shuffle` makes: every sample once, in order or at random."""
-    sampler, length = loader.sampler, _length(loader)
-    if type(sampler) is RandomSampler:
-        return len(sampler) == length and not sampler.replacement
-    return type(sampler) is SequentialSampler and len(sampler) == length
 
 
 def _split_problems(loader: DataLoader[Any], num_parts: int) -> list[Problem]:

@@ -263,6 +263,32 @@ class TokenRow(Protocol):
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray: ...
 
 
+def read_rows(
+    ends: np.ndarray,
+    starts: Sequence[int] | np.ndarray,
+    length: int,
+    dtype: type[np.integer[Any]],
+    read: Callable[[int, int, int], np.ndarray],
+) -> np.ndarray:
+    """Rows of `length` tokens from each of B starts, of parts that end at these tokens: [B, length].
+
+    `read(part, first, count)` gives tokens of one part. Raises IndexError outside the parts.
+    """
+    offsets, num_tokens = np.asarray(starts, dtype=np.int64), int(ends[-1]) if len(ends) else 0
+    if offsets.size and (offsets.min() < 0 or offsets.max() + length > num_tokens):
+        raise IndexError(f"tokens up to {int(offsets.max()) + length} asked of {num_tokens}")
+    rows = np.empty((offsets.size, length), dtype=dtype)
+    parts = np.searchsorted(ends, offsets, side="right")
+    for row, part, offset in zip(rows, parts.tolist(), offsets.tolist(), strict=True):
+        filled = 0
+        while filled < length:
+            end, at = int(ends[part]), offset + filled
+            count = min(length - filled, end - at)
+            row[filled : filled + count] = read(part, at - (int(ends[part - 1]) if part else 0), count)
+            filled, part = filled + count, part + 1
+    return rows
+
+
 class TokenSource:
     """A corpus in samples of `length` tokens; the target of each token is the next one.
 

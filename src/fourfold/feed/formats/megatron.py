@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.feed.formats.positioned import PositionedFiles, file_size
+from fourfold.feed.source import read_rows
 from fourfold.words.errors import DataError, Problem
 
 MAGIC, HEAD = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
@@ -115,27 +116,13 @@ class MegatronTokens:
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Rows of `length` tokens: int64 [B, length]. Raises IndexError outside the tokens."""
-        offsets = np.asarray(starts, dtype=np.int64)
-        if offsets.size and (offsets.min() < 0 or offsets.max() + length > len(self)):
-            raise IndexError(f"tokens up to {int(offsets.max()) + length} asked of {len(self)}")
-        rows = np.empty((offsets.size, length), dtype=np.int64)
-        for row, start in zip(rows, offsets.tolist(), strict=True):
-            self._fill(row, start)
-        return rows
+        return read_rows(self._ends, starts, length, np.int64, self._read_part)
 
-    def _fill(self, row: np.ndarray, start: int) -> None:
-        file = int(np.searchsorted(self._ends, start, side="right"))
-        filled, item = 0, self._dtype.itemsize
-        while filled < len(row):
-            end = int(self._ends[file])
-            at = start + filled - (int(self._ends[file - 1]) if file else 0)
-            count = min(len(row) - filled, end - start - filled)
-            try:
-                content = self._files.read(file, at * item, count * item)
-            except (ValueError, OSError) as error:
-                path = self._files.paths[file]
-                raise DataError(
-                    Problem(f"{path}, token {at}: {error}", "a file that can be read"), where=path
-                ) from error
-            row[filled : filled + count] = np.frombuffer(content, dtype=self._dtype)
-            filled, file = filled + count, file + 1
+    def _read_part(self, file: int, first: int, count: int) -> np.ndarray:
+        item = self._dtype.itemsize
+        try:
+            return np.frombuffer(self._files.read(file, first * item, count * item), dtype=self._dtype)
+        except (ValueError, OSError) as error:
+            path = self._files.paths[file]
+            problem = Problem(f"{path}, token {first}: {error}", "a file that can be read")
+            raise DataError(problem, where=path) from error
