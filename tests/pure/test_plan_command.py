@@ -134,7 +134,7 @@ def test_a_task_of_ones_own_is_planned_as_it_trains(monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text("from fourfold.tasks import digits\n\ndef task():\n    return digits.task()\n")
     runs: list[Any] = []
     monkeypatch.setattr(run_commands, "becomes_forking_launcher", lambda num_processes: False)
-    monkeypatch.setattr(run_commands, "_launch_run", lambda run, _: runs.append(run) or 0)
+    monkeypatch.setattr(run_commands, "_launch_run", lambda run, _: runs.append(run) or Ended(0))
     assert run_commands.train(["mine.py", "plan=auto", "tp=auto", "steps=3"], "4") == 0
     assert runs == [Run("mine.py", texts={"steps": "3"}, decided=BEST.plan)]
 

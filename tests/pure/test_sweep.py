@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from fourfold.cli import run_commands
 from fourfold.cli.job import Job
+from fourfold.cli.launch import Ended
 from fourfold.cli.run import resolve
 from fourfold.cli.run_commands import with_plan
 from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep
@@ -133,7 +135,7 @@ def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[
     assert f"fourfold report {sweep.members[2].run_dir} {sweep.members[3].run_dir}" in out
 
 
-@pytest.mark.parametrize("code", [75, 130])
+@pytest.mark.parametrize("code", [75, 130, 129])
 def test_a_stop_ends_the_sweep_with_its_code(code: int, capfd: pytest.CaptureFixture[str]) -> None:
     sweep = prepared("lr=5,6,7", "dp=1")
     codes = iter([1, code])
@@ -142,3 +144,15 @@ def test_a_stop_ends_the_sweep_with_its_code(code: int, capfd: pytest.CaptureFix
     assert "stopped" in out
     assert "not begun" in out
     assert format_sweep(sweep, {})[1].split()[1:3] == ["not", "begun"]
+
+
+def test_a_signal_that_came_when_a_run_had_finished_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, begun = resolve(["mine.py", "lr=8,9", "dp=1"]), list[object]()
+
+    def launch(run: object, *_: object) -> Ended:
+        begun.append(run)
+        return Ended(0, stop_code=75)
+
+    monkeypatch.setattr(run_commands, "_launch_run", launch)
+    assert run_commands._train_sweep(run, run.swept_values(), None, None) == 75
+    assert len(begun) == 1

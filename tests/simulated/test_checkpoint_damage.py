@@ -19,7 +19,13 @@ from fourfold.checkpoint.writer import CheckpointWriter
 from fourfold.cli import checkpoint as checkpoints
 from fourfold.plan.plan import Plan
 from fourfold.testing import threads
-from fourfold.trainer.run_identity import check_run_name, format_finished, read_finished_record, read_identity
+from fourfold.trainer.run_identity import (
+    check_run_name,
+    format_finished,
+    read_finished_record,
+    read_identity,
+    resume_hint,
+)
 from fourfold.words.errors import CheckpointError, SettingError, UnreadableCheckpointError
 from tests.cases import Case
 from tests.checkpoint_runs import ThreadRun, rewrite_manifest, save_twice
@@ -184,10 +190,18 @@ def test_unreadable_settings_give_a_run_no_identity(text, tmp_path):
     assert read_identity(tmp_path) is None
     assert read_finished_record(tmp_path) is None
     (tmp_path / "empty").mkdir()
+    assert resume_hint(tmp_path) == "nothing is saved, and the same command starts over"
     check_run_name(tmp_path, "empty")  # a new run takes it
     with pytest.raises(SettingError, match=r"settings\.json is not there, or not one of a run"):
         check_run_name(tmp_path.parent, tmp_path.name, {"task": "a"})
     assert "is finished (3 steps)" in format_finished(tmp_path, {"finished": 3}, Plan())
+
+
+def test_a_finished_run_does_not_resume(tmp_path):
+    save_twice(tmp_path, 1)
+    assert resume_hint(tmp_path) == "the same command resumes from step 3"
+    (tmp_path / "metrics.jsonl").write_text('{"finished": 3}\n')
+    assert resume_hint(tmp_path) == "the run is finished (3 steps)"
 
 
 def test_a_run_that_starts_over_may_have_the_name_of_another(tmp_path, monkeypatch):

@@ -170,6 +170,20 @@ def test_a_rank_that_exits_while_others_wait_is_reported_and_not_restarted(start
     assert '"script.py", line 10, in <module>\n    dist.barrier()\n' in ended.err
 
 
+LATE_SIGNAL = """
+import os, signal
+from fourfold.launcher import local_job
+end = local_job.Agent.clean_up
+local_job.Agent.clean_up = lambda agent: (end(agent), os.kill(os.getpid(), signal.SIGTERM))
+print(local_job.launch(["script.py"], num_processes=2))
+"""
+
+
+def test_a_signal_that_comes_when_all_ranks_have_ended_is_not_lost_and_changes_no_result(start: Start) -> None:
+    ended = end(start("", ["-c", LATE_SIGNAL], launcher=()))
+    assert ended.out == f"JobResult(exit_code=0, text='', stop_code={128 + signal.SIGTERM})\n", ended.err
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_signal_ends_every_process(start: Start, number: signal.Signals, code: int) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":

@@ -313,11 +313,3 @@ def newest_valid(folder: Path, *, step: int | None = None) -> Path:
     raise CheckpointError(
         [Problem(text) for text in problems] or Problem(f"{store.path} holds no checkpoint", "at least one")
     )
-
-
-def resume_hint(folder: Path) -> str:
-    """What the same command will do next with the run in this folder."""
-    steps = CheckpointStore(folder).steps()
-    if not steps:
-        return "nothing is saved, and the same command starts over"
-    return f"the same command resumes from step {steps[-1]}"

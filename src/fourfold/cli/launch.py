@@ -76,10 +76,14 @@ def _set_launch_variables(num_processes: int) -> None:
 
 
 class Ended(NamedTuple):
-    """How a copy of this process, or ranks, have ended; and what they, or rank 0, have written unless they failed."""
+    """How a copy of this process, or ranks, have ended; and what they, or rank 0, have written unless they failed.
+
+    stop_code  see `local_job.JobResult`
+    """
 
     exit_code: int
     result: Any = None
+    stop_code: int = 0
 
 
 def run_in_copy(check: Callable[[], Any]) -> Ended:
@@ -141,14 +145,14 @@ def launch_ranks(
     with temporary_folder() as folder:
         (folder / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
         command = ["-m", "fourfold.cli.rank_main", str(folder)]
-        code = launch(command, run.decided.mesh.size, policy, is_forked=is_forked)
-        return _ended(code, folder)
+        ended = launch(command, run.decided.mesh.size, policy, is_forked=is_forked)
+        return _ended(ended.exit_code, folder)._replace(stop_code=ended.stop_code)
 
 
 def launch(
     command: Sequence[str], num_processes: int, policy: "SupervisionPolicy | None" = None, *, is_forked: bool = False
-) -> int:
-    """Run a command in so many processes; returns the exit code. `policy`: None: without restarts."""
+) -> Ended:
+    """Run a command in so many processes. `policy`: None: without restarts."""
     with collection_paused():
         from fourfold.launcher import local_job
         from fourfold.launcher.rank_start import fork_rank, spawn_rank
@@ -160,7 +164,7 @@ def launch(
     outcome = local_job.launch(command, num_processes=num_processes, policy=policy, start_rank=start_rank)
     if outcome.text:
         print_error(outcome.text)
-    return outcome.exit_code
+    return Ended(outcome.exit_code, stop_code=outcome.stop_code)
 
 
 def print_error(text: str) -> None:

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.store import resume_hint
 from fourfold.cli import job
 from fourfold.cli.launch import REQUEST_FILE, RESULT_FILE
 from fourfold.cli.output import wrap_log
@@ -24,6 +23,7 @@ from fourfold.environment.world import World, from_environment
 from fourfold.launcher import failure_report
 from fourfold.launcher.traceback_text import format_error
 from fourfold.plan.plan import Plan
+from fourfold.trainer.run_identity import resume_hint
 from fourfold.words.error_notes import frame_place, user_frame
 from fourfold.words.errors import FourfoldError, TrainingError
 from fourfold.words.terminal_text import escape_controls, wrap_lines

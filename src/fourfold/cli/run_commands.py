@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli import sigint
 from fourfold.cli.launch import (
+    Ended,
     becomes_forking_launcher,
     launch,
     launch_ranks,
@@ -56,11 +57,11 @@ def train(words: Sequence[str], processes: str | None) -> int:
 
     if becomes_launcher:
         copy = run_in_copy(lambda: _check_run(job.prepare_job(run), is_reporter=True))
-        return copy.exit_code or _launch_run(run, _CheckedRun(*copy.result), is_forked=True)
+        return copy.exit_code or _launch_run(run, _CheckedRun(*copy.result), is_forked=True).exit_code
     ready = job.prepare_job(run)
     checked = _check_run(ready, is_reporter=is_reporter, has_own_ranks=world is None)
     if world is None and run.num_ranks > 1:
-        return _launch_run(run, checked)
+        return _launch_run(run, checked).exit_code
     if not checked.is_finished:
         from fourfold.cli import rank_main
 
@@ -79,10 +80,10 @@ def with_plan(run: "Run", num_processes: int | None, world: World | None) -> "Ru
     return auto.with_plan(run, num_processes=num_processes, world=world)
 
 
-def _launch_run(run: "Run", checked: "_CheckedRun", *, is_forked: bool = False) -> int:
+def _launch_run(run: "Run", checked: "_CheckedRun", *, is_forked: bool = False) -> Ended:
     if checked.is_finished:
-        return 0
-    return launch_ranks("train", run, policy=_supervision_policy(checked), is_forked=is_forked).exit_code
+        return Ended(0)
+    return launch_ranks("train", run, policy=_supervision_policy(checked), is_forked=is_forked)
 
 
 class _CheckedRun(NamedTuple):
@@ -139,8 +140,15 @@ def _train_sweep(run: "Run", swept: dict[str, list[str]], num_processes: int | N
         raise SettingError(
             Problem(got, "one value of each in a job", "fourfold train, which starts the processes itself")
         )
+
+    def train_member(ready: "Job") -> int:
+        ended = _launch_run(ready.run, _check_run(ready, is_reporter=True))
+        if ended.stop_code:
+            print_error("stopped when this run had ended; the same command goes on with the next one")
+        return ended.stop_code or ended.exit_code
+
     members = sweep.prepare_sweep(run, swept, lambda member: with_plan(member, num_processes, None))
-    return sweep.run_sweep(members, lambda ready: _launch_run(ready.run, _check_run(ready, is_reporter=True)))
+    return sweep.run_sweep(members, train_member)
 
 
 def _start_over(ready: "Job", *, is_reporter: bool, has_own_ranks: bool) -> None:
@@ -195,11 +203,8 @@ def run(command: Sequence[str], processes: str | None, restarts: str = "0") -> i
         early_sigterm.restore()
         run_program(command)
         return 0
-    return launch(
-        command,
-        num_processes,
-        SupervisionPolicy(max_restarts=int(restarts), save_seconds=stop_seconds(), notify=print_error),
-    )
+    policy = SupervisionPolicy(max_restarts=int(restarts), save_seconds=stop_seconds(), notify=print_error)
+    return launch(command, num_processes, policy).exit_code
 
 
 def show(words: Sequence[str], page: str | None = None) -> int:

@@ -7,6 +7,7 @@ Law: all members are checked before the first begins. The same command again tra
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Fourfo
 from fourfold.words.terminal_text import table_lines
 
 MAX_VALUE_IN_NAME = 40
-STOP_CODES = (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE)
+STOP_CODES = (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE, 128 + signal.SIGHUP, 128 + signal.SIGQUIT)
 
 
 class Member(NamedTuple):

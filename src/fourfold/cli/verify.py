@@ -50,7 +50,7 @@ def run_script(words: Sequence[str], processes: str | None) -> int:
     world = from_environment()
     num_processes = check_num_processes(processes, world) or default_num_processes()
     if world is None and num_processes > 1:
-        return launch(["-m", "fourfold.cli.verify", steps, *command], num_processes)
+        return launch(["-m", "fourfold.cli.verify", steps, *command], num_processes).exit_code
     verify_script(command, steps=int(steps))
     return 0
 

@@ -102,6 +102,9 @@ class Agent(LocalElasticAgent):
         """When a rank was first seen to have ended early (`_early_exits`), on the monotonic clock."""
         self._late_signal: signal.Signals | None = None
         """A signal that came while this launcher was ending the ranks."""
+        self._is_over = False
+        self.unanswered_signal: signal.Signals | None = None
+        """A signal that changed nothing for this job, because its ranks had ended, or were about to."""
         self._stop_requested_at: float | None = None
         """When this launcher was first asked to stop, on the monotonic clock."""
         self._pending_faults: list[tuple[Fault, float]] = []
@@ -139,6 +142,9 @@ class Agent(LocalElasticAgent):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal to this launcher ends the job in order, a later one at once."""
         got, now = signal.Signals(number), time.monotonic()
+        if self._is_over:
+            self.unanswered_signal = got
+            return
         if self._stop_requested_at is None:
             self._stop_requested_at = now
             raise SignalException(f"the launcher got {got.name}", got)
@@ -160,6 +166,9 @@ class Agent(LocalElasticAgent):
             return number
         if number == signal.SIGINT and self._is_starting():
             return signal.SIGKILL  # a SIGINT in the middle of its imports would make Python print a traceback
+        if self.policy.has_heartbeat and all(beat.phase == DONE for beat in self._heartbeats.read()):
+            # All ranks have trained, and are about to end.
+            self._wait_for_exit(lambda: begin + self.policy.shutdown_seconds)
         if number is None or number not in REPEAT_SECONDS or not self._is_training():
             return number
         if number == signal.SIGINT:
@@ -183,6 +192,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self._raise_late_signal()
             self._decide_restart()
+        self._is_over = result.state == WorkerState.SUCCEEDED or self.cause is not None
         return result
 
     def _raise_late_signal(self) -> None:
@@ -363,10 +373,14 @@ MONITOR_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended: its exit code, and the text for the user ("" if all went well)."""
+    """How a job ended: its exit code, and the text for the user ("" if all went well).
+
+    stop_code  0, or the exit code for a signal that came too late to change how the job ended: nothing is to follow it
+    """
 
     exit_code: int = 0
     text: str = ""
+    stop_code: int = 0
 
 
 def launch(
@@ -385,9 +399,13 @@ def launch(
     try:
         # torch's agent replaces these handlers when it starts the ranks, and does not put them back.
         with signal_handler(handled_signals(), _raise_signal):
-            return _launch(command, num_processes, policy, start_rank)
+            result, agent = _launch(command, num_processes, policy, start_rank)
     except SignalException as stop:  # while there was no rank
         return _stopped_result(policy, num_processes, stop.sigval, has_ranks=False)
+    if agent.unanswered_signal is None:
+        return result
+    late = _stopped_result(policy, num_processes, agent.unanswered_signal, has_ranks=True)
+    return dataclasses.replace(result, stop_code=late.exit_code)
 
 
 def _raise_signal(number: signal.Signals) -> NoReturn:
@@ -396,7 +414,7 @@ def _raise_signal(number: signal.Signals) -> NoReturn:
 
 def _launch(
     command: Sequence[str], num_processes: int, policy: SupervisionPolicy, start_rank: RankStarter
-) -> JobResult:
+) -> tuple[JobResult, Agent]:
     with (
         temporary_folder() as folder,
         _extended_environment(launch_variables(num_processes)),
@@ -425,7 +443,7 @@ def _launch(
         ):
             agent = Agent(spec, folder=folder, heartbeats=heartbeats, policy=policy)
             with ranks_started_by(start_rank):
-                return _run_agent(agent)
+                return _run_agent(agent), agent
 
 
 def _run_agent(agent: Agent) -> JobResult:
@@ -446,6 +464,7 @@ def _stopped_job_result(agent: Agent, number: signal.Signals) -> JobResult:
         return JobResult(cause.exit_code, cause.text)
     codes = agent.exit_codes().values()
     if codes and not any(codes):
+        agent.unanswered_signal = number
         return JobResult()
     return _stopped_result(agent.policy, agent.num_ranks, number, has_ranks=bool(codes))
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.checkpoint.store import CheckpointStore, resume_hint
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.launcher.failure_report import Cause
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.heartbeat import HeartbeatRecord
+from fourfold.trainer.run_identity import resume_hint
 from fourfold.words.noop import noop
 
 SHUTDOWN_SECONDS = 3

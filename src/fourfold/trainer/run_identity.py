@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.checkpoint.store import CheckpointStore
 from fourfold.plan.decode import DecodeError, check_not_pipe, from_json, read_bounded
 from fourfold.plan.lr_schedule import LRSchedule
 from fourfold.plan.plan import Plan
@@ -142,6 +143,16 @@ def read_finished_record(path: Path) -> dict[str, Any] | None:
         record = from_json(last[0], dict[str, Any]) if last else {}
         return record if isinstance(record.get("finished"), int) else None
     return None
+
+
+def resume_hint(path: Path) -> str:
+    """What the same command will do next with the run in this folder."""
+    if (record := read_finished_record(path)) is not None:
+        return f"the run is finished ({record['finished']} steps)"
+    steps = CheckpointStore(path).steps()
+    if not steps:
+        return "nothing is saved, and the same command starts over"
+    return f"the same command resumes from step {steps[-1]}"
 
 
 def format_finished(path: Path, record: Mapping[str, Any], plan: Plan) -> str:

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fourfold.checkpoint.store import resume_hint
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World
 from fourfold.trainer.heartbeat import MAX_FRAMES, Heartbeat, waits_for_peers
+from fourfold.trainer.run_identity import resume_hint
 from fourfold.words.errors import INTERRUPT_EXIT_CODE, REQUEUE_EXIT_CODE, Problem, SettingError
 
 STOP_SECONDS_VARIABLE = "FOURFOLD_STOP_SECONDS"
