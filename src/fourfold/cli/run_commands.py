@@ -143,7 +143,7 @@ def _train_sweep(run: "Run", swept: dict[str, list[str]], num_processes: int | N
 
     def train_member(ready: "Job") -> int:
         ended = _launch_run(ready.run, _check_run(ready, is_reporter=True))
-        if ended.stop_code:
+        if ended.stop_code not in (0, ended.exit_code):
             print_error("stopped when this run had ended; the same command goes on with the next one")
         return ended.stop_code or ended.exit_code
 

@@ -100,11 +100,8 @@ class Agent(LocalElasticAgent):
         self._watch = hang_detector.Watch()
         self._first_exit_at: float | None = None
         """When a rank was first seen to have ended early (`_early_exits`), on the monotonic clock."""
-        self._late_signal: signal.Signals | None = None
-        """A signal that came while this launcher was ending the ranks."""
-        self._is_over = False
-        self.unanswered_signal: signal.Signals | None = None
-        """A signal that changed nothing for this job, because its ranks had ended, or were about to."""
+        self.late_signal: signal.Signals | None = None
+        """A signal that came while this launcher was ending the ranks, or when they had ended or were about to."""
         self._stop_requested_at: float | None = None
         """When this launcher was first asked to stop, on the monotonic clock."""
         self._pending_faults: list[tuple[Fault, float]] = []
@@ -142,8 +139,8 @@ class Agent(LocalElasticAgent):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal to this launcher ends the job in order, a later one at once."""
         got, now = signal.Signals(number), time.monotonic()
-        if self._is_over:
-            self.unanswered_signal = got
+        if self.get_worker_group().state == WorkerState.SUCCEEDED or self.cause is not None:
+            self.late_signal = got
             return
         if self._stop_requested_at is None:
             self._stop_requested_at = now
@@ -153,7 +150,7 @@ class Agent(LocalElasticAgent):
 
     def _kill_now(self, number: signal.Signals) -> None:
         """Handle a signal that comes while this launcher ends the ranks, such as a second Ctrl-C: kill them."""
-        self._late_signal = number
+        self.late_signal = number
         self._signal_all(signal.SIGKILL)
 
     def _wait_for_save(self, number: signal.Signals | None) -> signal.Signals | None:
@@ -192,13 +189,12 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self._raise_late_signal()
             self._decide_restart()
-        self._is_over = result.state == WorkerState.SUCCEEDED or self.cause is not None
         return result
 
     def _raise_late_signal(self) -> None:
         """Obey a signal that came while this launcher ended the ranks: nothing is started after it."""
-        if self._late_signal is not None:
-            raise SignalException(f"{self._late_signal.name} came while ranks were ended", self._late_signal)
+        if self.late_signal is not None:
+            raise SignalException(f"{self.late_signal.name} came while ranks were ended", self.late_signal)
 
     def _check_hang(self) -> None:
         if self.policy.hang_seconds is None or self._watch.hang is not None or self._first_exit_at is not None:
@@ -402,9 +398,9 @@ def launch(
             result, agent = _launch(command, num_processes, policy, start_rank)
     except SignalException as stop:  # while there was no rank
         return _stopped_result(policy, num_processes, stop.sigval, has_ranks=False)
-    if agent.unanswered_signal is None:
+    if agent.late_signal is None:
         return result
-    late = _stopped_result(policy, num_processes, agent.unanswered_signal, has_ranks=True)
+    late = _stopped_result(policy, num_processes, agent.late_signal, has_ranks=True)
     return dataclasses.replace(result, stop_code=late.exit_code)
 
 
@@ -464,7 +460,7 @@ def _stopped_job_result(agent: Agent, number: signal.Signals) -> JobResult:
         return JobResult(cause.exit_code, cause.text)
     codes = agent.exit_codes().values()
     if codes and not any(codes):
-        agent.unanswered_signal = number
+        agent.late_signal = number
         return JobResult()
     return _stopped_result(agent.policy, agent.num_ranks, number, has_ranks=bool(codes))
 
