@@ -703,7 +703,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "uneven lists of JSON": (
         lambda folder: json_in_mds(folder, UNEVEN_LISTS),
         "",
-        "the lists of a JSON text of 4[0-9]{7}",
+        "the lists of a JSON text of 33[0-9]{6}",
     ),
     "text of JSON": (
         lambda folder: json_in_mds(folder, ONE_EMOJI),

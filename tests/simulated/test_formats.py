@@ -22,6 +22,8 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.lib import format as npy_format
 from PIL import Image
 from tfrecord.writer import TFRecordWriter
@@ -31,10 +33,13 @@ from webdataset.writer import TarWriter
 import fourfold as ff
 from fourfold.cli import feed_pack
 from fourfold.feed.collate import collate_samples
+from fourfold.feed.formats import source as formats_source
 from fourfold.feed.formats.arrays import parse_npy
+from fourfold.feed.formats.source import stackable
 from fourfold.feed.formats.webdataset import split_name
 from fourfold.feed.pack.schema import leaves
 from fourfold.model.model_call import call_model
+from fourfold.torch_kit.tensor_tree import tensor_of_list
 from fourfold.verification.one_device import to_float64_model
 from fourfold.words.errors import DamagedSample, DataError, SettingError
 
@@ -178,15 +183,19 @@ def test_a_dtype_that_is_none_is_refused_and_one_that_is_missing_is_named_by_the
     with pytest.raises(RuntimeError) as caught:
         call_model(torch.nn.Linear(2, 1), x)
     assert [note.split("\n")[0] for note in caught.value.__notes__] == ["  inputs of float64"]
-    assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
+    hint = "try x.to(torch.float32) in forward or in ff.Transformed(source, …); or dtype= of ff.open_source"
+    assert hint in caught.value.__notes__[0]
     with pytest.raises(RuntimeError) as caught:  # as in `verify`
         call_model(to_float64_model(torch.nn.Linear(2, 1)), torch.arange(2))
-    assert 'try ff.open_source(…, dtype="float32")' in caught.value.__notes__[0]
+    assert hint in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
     ("value", "dtype"),
-    [(300, "uint8"), (-1, "uint64"), (2**40, "int32"), (1.5, "int64"), (float("nan"), "int64")],
+    [
+        *((300, "uint8"), (-1, "uint64"), (2**40, "int32"), (1.5, "int64"), (float("nan"), "int64")),
+        *((1e39, "float32"), (100_000, "float16"), (-1e6, "float8_e5m2"), (1e39, "complex64")),
+    ],
 )
 def test_a_number_that_the_dtype_cannot_hold_is_a_damaged_sample(tmp_path: Path, value: float, dtype: str):
     pq.write_table(pa.table({"x": [type(value)(3), value]}), tmp_path / "x.parquet")
@@ -194,6 +203,11 @@ def test_a_number_that_the_dtype_cannot_hold_is_a_damaged_sample(tmp_path: Path,
     assert source[0]["x"].tolist() == 3
     with pytest.raises(DamagedSample, match=f"numbers that {dtype} cannot hold"):
         source[1]
+
+
+def test_numbers_that_are_not_finite_stay_what_they_are(tmp_path: Path):
+    pq.write_table(pa.table({"x": [[float("inf"), -float("inf"), 3e38]]}), tmp_path / "x.parquet")
+    assert ff.open_source(tmp_path / "x.parquet", dtype="float32")[0]["x"].isinf().tolist() == [True, True, False]
 
 
 def test_tensors_of_arrow_have_their_shape(tmp_path: Path):
@@ -543,6 +557,44 @@ def test_rows_of_many_array_files_are_samples(tmp_path: Path, save: Any):
 
 
 # Plain files, and what is at a path
+
+
+def by_each_list(value: Any) -> Any:
+    """As `stackable`, which looks at the shapes of lists once: a tensor of each list of which torch makes one."""
+    if isinstance(value, dict):
+        return {name: by_each_list(each) for name, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    try:
+        tensor = tensor_of_list(value)
+        return torch.as_tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
+    except (TypeError, ValueError, RuntimeError):
+        return [by_each_list(each) for each in value]
+
+
+numbers = st.integers(-3, 3) | st.sampled_from([0.5, float("inf"), True, None, "a"])
+values = st.recursive(numbers, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=1), each))
+
+
+@settings(max_examples=300, deadline=None)
+@given(values)
+def test_lists_of_json_are_tensors_where_torch_makes_one(value: Any):
+    assert str(stackable(value)) == str(by_each_list(value))
+
+
+def test_a_deep_list_is_tried_once(monkeypatch: pytest.MonkeyPatch):
+    value, tried = [*range(1000), "text"], []
+    for _ in range(200):
+        value = [value]
+    monkeypatch.setattr(formats_source, "tensor_of_list", lambda each: tried.append(len(each)) or tensor_of_list(each))
+    assert str(stackable(value)) == str(value)
+    assert len(tried) == 1
+
+
+def test_a_file_is_one_sample_however_often_its_pattern_finds_it(tmp_path: Path):
+    (tmp_path / "images" / "images").mkdir(parents=True)
+    (tmp_path / "images" / "images" / "a.txt").write_text("x\n")
+    assert len(ff.open_source(tmp_path / "**" / "images" / "**" / "*.txt")) == 1
 
 
 def test_plain_files_are_in_batches_with_their_text(tmp_path: Path):

@@ -43,7 +43,9 @@ def _dtype_note(failed: torch.nn.Module, inputs: Any) -> str:
     takes_indices = isinstance(failed, torch.nn.Embedding | torch.nn.EmbeddingBag)
     if not needed or takes_indices or {*given} & {*held}:
         return ""
-    attempt = f'ff.open_source(…, dtype="{needed[0]}"), or a conversion in the source'
+    # Not every source has a dtype= of its own.
+    attempt = f"x.to(torch.{needed[0]}) in forward or in ff.Transformed(source, …); or dtype= of ff.open_source, or of "
+    attempt += "fourfold feed pack"
     if any(each.startswith("complex") for each in given):  # a cast would drop the imaginary parts
         attempt = "torch.view_as_real in the source, or weights of that dtype"
     need = f"what the weights take, of {', '.join(needed)}"

@@ -58,7 +58,7 @@ def find_files(path: Path) -> list[str] | None:
     if os.path.isfile(f"{path}.idx"):  # Megatron names its files so
         return [f"{path}.bin", f"{path}.idx"]
     if glob.has_magic(str(path)):
-        found = glob.glob(str(path), recursive=True)
+        found = set(glob.glob(str(path), recursive=True))  # `**` twice in a pattern finds a file in several ways
         if paths := sorted(each for each in found if os.path.isfile(each) and not is_marker(each)):
             return paths
         raise DataError(Problem(f"no file that fits {path}", "at least one"), where=str(path))

@@ -263,7 +263,8 @@ def _refuse(options: Options, name: str, what: str, **refused: bool) -> None:
     """Raise DataError for options that mean nothing here."""
     given = [each for each, is_refused in refused.items() if is_refused and getattr(options, each) not in (None, False)]
     if given:
-        raise DataError([Problem(f"{each}= for {what}", f"no {each}=") for each in given], where=name)
+        attempt = f"{', '.join(f'{each}=' for each in given)} when it is packed" if what == "a pack" else ""
+        raise DataError([Problem(f"{each}= for {what}", f"no {each}=", attempt) for each in given], where=name)
 
 
 def _kind_of(path: str) -> str | None:

@@ -33,6 +33,7 @@ from fourfold.words.errors import DamagedSample, DataError, Problem, closest_mat
 
 
 TENSOR_BYTES = 640  # of a small one, measured
+Shape = tuple[int, ...] | None
 
 
 def parse_json(content: bytes | str) -> Any:
@@ -40,28 +41,38 @@ def parse_json(content: bytes | str) -> Any:
     return stackable(load_json(content))
 
 
-def stackable(value: Any) -> Any:
+def stackable(value: Any, shapes: dict[int, Shape] | None = None) -> Any:
     """A value of JSON with its lists of numbers as tensors of int64 or float64, as JSON's numbers are. Nulls stay None.
 
-    Raises ValueError for what is no int64.
+    `shapes`: by id, of the lists of a value of which this is a part. Raises ValueError for what is no int64.
     """
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of more than 64 bits")
     if isinstance(value, dict):
-        return {name: stackable(each) for name, each in value.items()}
+        return {name: stackable(each, shapes) for name, each in value.items()}
     if isinstance(value, list):
-        try:
-            tensor = tensor_of_list(value)
-            return torch.as_tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
-        except (TypeError, ValueError, RuntimeError):
-            check_fits(TENSOR_BYTES * _num_lists(value), "the lists of a JSON text")
-            return [stackable(each) for each in value]
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if shapes is None or shapes[id(value)] is not None:
+                tensor = tensor_of_list(value)
+                return torch.as_tensor(value, dtype=torch.float64) if tensor.is_floating_point() else tensor
+        if shapes is None:  # once, at the top: to try each list of a deep one takes its depth times its length
+            _add_shapes(value, shapes := {})
+        return [stackable(each, shapes) for each in value]
     return value
 
 
-def _num_lists(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, list) + sum(map(_num_lists, inner))
+def _add_shapes(value: Any, shapes: dict[int, Shape]) -> Shape:
+    """The shape of a list of numbers; () of a number, None of other values. `shapes` gets those of all lists in it."""
+    if not isinstance(value, list | dict):
+        is_number = isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+        return () if is_number else None
+    found = {_add_shapes(each, shapes) for each in (value if isinstance(value, list) else value.values())}
+    if isinstance(value, dict):
+        return None
+    inner = found.pop() if found else ()
+    shapes[id(value)] = None if found or inner is None else (len(value), *inner)
+    check_fits(TENSOR_BYTES * len(shapes), "the lists of a JSON text")
+    return shapes[id(value)]
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -278,10 +289,13 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     if value.is_complex() and not dtype.is_complex:  # torch would drop the imaginary parts
         raise ValueError(f"complex numbers, for {str(dtype).removeprefix('torch.')}")
     converted = value.to(dtype)
-    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    if is_whole and not np.array_equal(converted.numpy(), value.numpy()):  # torch would wrap, or cut
-        name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"numbers that {name} cannot hold: too large, negative, NaN or not whole")
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:  # torch would make infinities
+        is_finite = torch.isfinite(converted.float() if dtype.itemsize == 1 else converted)
+        is_held, wrong = bool(is_finite.all()) or torch.equal(is_finite, torch.isfinite(value)), "too large"
+    else:  # torch would wrap, or cut
+        is_held, wrong = np.array_equal(converted.numpy(), value.numpy()), "too large, negative, NaN or not whole"
+    if not is_held:
+        raise ValueError(f"numbers that {str(dtype).removeprefix('torch.')} cannot hold: {wrong}")
     return converted
 
 
