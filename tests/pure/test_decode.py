@@ -127,7 +127,7 @@ def test_the_report_names_a_malformed_log_line(line, tmp_path):
 def test_the_report_shows_or_names_a_log_line_that_lacks_a_field(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
-        extra = {"step": 6, "checkpoint": "step-00000006", "pause_seconds": 0.1, "elapsed_seconds": 1.0}
+        extra = {"step": 6, "checkpoint": "step-00000006", "pause_seconds": 0.1}
         damaged = {"checkpoint": "step-00000004", "damaged": ["a file"]}
         file.writelines(json.dumps(line) + "\n" for line in (extra, damaged, {"resumed": 2}))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -348,15 +348,15 @@ def test_checkpoints_are_reported_with_sizes_pauses_and_outcomes(run):
 def test_the_time_of_a_resumed_run_is_the_sum_over_its_segments(run):
     path = run / "metrics.jsonl"
     *steps, valid, finished = path.read_text().splitlines()
-    saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1, "elapsed_seconds": 2.5}
+    saved_at_4 = {"step": 4, "checkpoint": "step-00000004", "pause_seconds": 0.1}
     between = [json.dumps(line) for line in (saved_at_4, {"resumed": 4})]
     path.write_text("\n".join([*steps[:4], *between, *steps[4:], valid, finished]) + "\n")
     data = described(run)
     assert rows(data, "Time by segment") == [
-        ["1 to 4", "2.5 s", "3.28 k", "started"],
+        ["1 to 4", "2.0 s", "4.10 k", "started"],
         ["5 to 6", "3.2 s", "1.26 k", "resumed from step 4"],
     ]
-    assert {("0:06", "time, 2 segments"), ("2.14 k", "tokens a second, last 20 steps 1.37 k")} <= set(data["figures"])
+    assert {("0:05", "time, 2 segments"), ("2.34 k", "tokens a second, last 20 steps 1.37 k")} <= set(data["figures"])
     path.write_text("\n".join([*steps[:4], json.dumps({"resumed": 4}), *steps[4:]]) + "\n")  # killed before a save
     assert [segment.seconds for segment in read_run(run).segments] == [2.0, 3.0]
 

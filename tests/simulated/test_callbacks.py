@@ -147,7 +147,7 @@ def test_terminal_and_page_show_the_same_loss_rate_waiting_and_time_left_at_ever
             make_task(), loss=lambda o, t: (o - t).abs(), data=lambda breaks_at=breaks_at: source(breaks_at)
         )
         with contextlib.suppress(BrokenOffError):
-            result = train(task, tmp_path, report=Display(), quiet=False, steps=60, skip_nan=60, clip=1.0)
+            result = train(task, tmp_path, report=Display(), quiet=False, steps=60, skip_nan=60, clip=1.0, keep=99)
     record, summary = seen[-2:]
     skipped = [line["step"] for line in record.steps if line.get("skipped")]
     assert len(skipped) >= 15

@@ -114,7 +114,6 @@ class CheckpointManager:
         self._num_attempts = 0
         self._writer = CheckpointWriter(training_state.step, self._store, log, retention)
         self.saved_step: int | None = None
-        self._start_time = time.perf_counter()
 
     # ---- resuming
 
@@ -136,7 +135,6 @@ class CheckpointManager:
         for step, problems in found.damaged.items():
             self._log.log_message(f"warning: a damaged checkpoint was set aside: {short_text(problems)}")
             self._log.write_record({"checkpoint": self._store.step_dir(step).name, "damaged": problems})
-        self._start_time = time.perf_counter()
         return progress
 
     def _restore(self, folder: Path) -> TrainingProgress:
@@ -188,10 +186,7 @@ class CheckpointManager:
         random = rng_state(self._training_state.step)
         pause = time.perf_counter() - begin
         name = self._store.step_dir(progress.step).name
-        elapsed = time.perf_counter() - self._start_time
-        self._log.write_record(
-            {"step": progress.step, "checkpoint": name, "pause_seconds": pause, "elapsed_seconds": elapsed}
-        )
+        self._log.write_record({"step": progress.step, "checkpoint": name, "pause_seconds": pause})
         self.saved_step = progress.step
         self._request = SaveRequest(
             self._new_staging_dir(self._store, progress.step),

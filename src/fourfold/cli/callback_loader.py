@@ -73,18 +73,13 @@ def _load(name: str, options: Mapping[str, str], *, runs_files: bool) -> list[Ca
     file = name.partition(":")[0]
     if file.endswith(".py"):
         task_loader.check_python_file(file, SettingError, "a Python file")
-        _check_name(file, name.partition(":")[2])
+        member = name.partition(":")[2]
+        if member and (close := closest_if_missing(Path(file), member)) is not None:
+            raise SettingError(_no_callback(file, member, close))
         return [_load_from_file(name)] if runs_files else []
     registry.check_shipped(name)
     own = {key.partition(".")[2]: text for key, text in options.items() if key.startswith(f"{name}.")}
     return [registry.make_shipped(name, _parse_options(name, own))]
-
-
-def _check_name(file: str, name: str) -> None:
-    """Raise SettingError for a name that nothing in the file gives a value. Runs nothing."""
-    close = closest_if_missing(Path(file), name) if name else None
-    if close is not None:
-        raise SettingError(_no_callback(file, name, close))
 
 
 def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class Microbatch(NamedTuple):
     num_tokens   0 if the inputs have none
     real_tokens  int64, the indices of the tokens that are not padding, if the rank has a shard of the tokens; None: all
     draw_seed    of what a model on several stages draws (`axes/pipeline/work/chain.py`)
-    num_targets  of the whole samples, of which the rank may have a shard
     """
 
     inputs: Any
@@ -36,36 +35,28 @@ class Microbatch(NamedTuple):
     num_tokens: int
     real_tokens: Tensor | None = None
     draw_seed: int = 0
-    num_targets: int = 0
 
 
 NO_SAMPLES = Microbatch(None, None, 0, 0)
 
 
 def split_microbatches(
-    batch: Any,
-    num_microbatches: int,
-    device: torch.device,
-    *,
-    real_tokens: Tensor | None = None,
-    targets_per_sample: int | None = None,
+    batch: Any, num_microbatches: int, device: torch.device, *, real_tokens: Tensor | None = None
 ) -> list[Microbatch]:
     """Split a batch into microbatches on `device`, as equal in size as possible, larger ones last.
 
     `real_tokens`: int64, the indices of the input tokens that are not padding (targets have no padding); None: all.
-    `targets_per_sample`: if the targets are a shard, of all of them.
     Raises TaskError unless the batch consists of trees of tensors with one number of samples.
     """
     inputs, targets = tree_map(unpack_batch(batch), lambda tensor: tensor.to(device, non_blocking=True))
     samples = num_samples((inputs, targets))
-    microbatches, per_sample = [], num_targets(batch) if targets_per_sample is None else targets_per_sample
+    microbatches = []
     real_tokens = None if real_tokens is None else real_tokens.to(device)
     for index in range(num_microbatches):
         start, stop = shard_range(0, samples, num_microbatches, index)
         part = slice_samples((inputs, targets), start, stop)
         tokens = num_tokens(part[0]) if real_tokens is None else (stop - start) * len(real_tokens)
-        counted = (stop - start) * per_sample
-        microbatches.append(Microbatch(*part, stop - start, tokens, real_tokens, num_targets=counted))
+        microbatches.append(Microbatch(*part, stop - start, tokens, real_tokens))
     return microbatches
 
 
@@ -186,10 +177,9 @@ def num_tokens(inputs: Any) -> int:
 
 
 def num_targets(batch: Any) -> int:
-    """The elements of a sample's targets, ignored ones included; of its labels in a batch without targets."""
+    """The elements of the targets, ignored ones included; of the labels in a batch without targets."""
     inputs, targets = unpack_batch(batch)
-    counted = inputs.get("labels") if targets is None else targets
-    return sum(leaf.shape[1:].numel() for leaf in tree_leaves(counted))
+    return sum(leaf.numel() for leaf in tree_leaves(inputs.get("labels") if targets is None else targets))
 
 
 def find_positions(inputs: Any) -> Any:

@@ -139,8 +139,6 @@ def read_segments(lines: Iterable[Mapping[str, Any]]) -> list[Segment]:
         elif "step" in line and "loss" in line:
             now.last_step, now.seconds = line["step"], line["elapsed_seconds"]
             now.num_units += line["units"]
-        elif "elapsed_seconds" in line:
-            now.seconds = line["elapsed_seconds"]
         elif "finished" in line:
             now.seconds = line["seconds"]
     return segments

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.axes.pipeline.attach.axis import PipelineAxis
 from fourfold.comm.reduce.scalars import NUM_LOSS_SCALARS
-from fourfold.model.batch import NO_SAMPLES, Microbatch, unpack_batch
+from fourfold.model.batch import NO_SAMPLES, Microbatch, num_targets, unpack_batch
 from fourfold.model.loss_sum import Loss
 from fourfold.model.model_call import eval_mode
 from fourfold.model.objective import UserLoss
@@ -172,7 +172,7 @@ class StepRunner:
         with self._leaving_after_error(), layout as microbatches:
             measures_count = self._measures_count
             nominal = None if measures_count else self._programs.nominal_count
-            request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged)
+            request = StepRequest(microbatches, nominal, self.is_stop_requested, problem, damaged, num_targets(batch))
             step = StepState(self._parts, request)
             self.executor.train(self._programs.of_step(number, measures_count=measures_count), step)
         step = self._assembly.timing.newest_ended(step)
@@ -281,7 +281,7 @@ class StepRunner:
         batch, problem = self._assembly.batches.compare(batch)
         self.dry_run(batch)
         with self._leaving_after_error(), self._microbatch(batch) as part, eval_mode(self.model):
-            request = StepRequest([part], batch_mismatch=problem, damaged=damaged)
+            request = StepRequest([part], batch_mismatch=problem, damaged=damaged, num_targets=num_targets(batch))
             step = StepState(self._parts, request)
             self.executor.evaluate(self._programs.evaluation, step)
         self._learn_use_orders()

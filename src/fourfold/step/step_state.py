@@ -112,6 +112,7 @@ class StepRequest(NamedTuple):
     stop_requested  whether this rank has been asked to stop; the step sums this over the ranks
     batch_mismatch  what is wrong if the ranks of one sequence have different batches; the step sums this over the ranks
     damaged         the samples that this rank's batch leaves out; the step sums their number over the ranks
+    num_targets     of the whole samples of this rank's batch
     """
 
     microbatches: Sequence[Microbatch]
@@ -119,6 +120,7 @@ class StepRequest(NamedTuple):
     stop_requested: bool = False
     batch_mismatch: Problem | None = None
     damaged: Sequence[DamagedRecord] = ()
+    num_targets: int = 0
 
 
 class UpdateArgs(NamedTuple):
@@ -183,6 +185,7 @@ class StepState:
         """This rank's totals."""
         self._host_totals["num_stop_requests"] = float(self.request.stop_requested)
         self._host_totals["num_mismatches"] = float(self.request.batch_mismatch is not None)
+        self._host_totals["num_targets"] = float(self.request.num_targets)
         self._host_totals["num_damaged"] = float(len(self.request.damaged))
         self._refusal: FourfoldError | None = None
         """Why the totals are refused."""
@@ -219,7 +222,6 @@ class StepState:
             "count": loss.count,
             "num_samples": part.num_samples,
             "num_tokens": part.num_tokens,
-            "num_targets": part.num_targets,
             "other_count": loss.other_count,
             "other_square": loss.other_square,
         }

@@ -9,7 +9,6 @@ import contextlib
 import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,7 @@ class TrainingLoop:
         last, period = settings.steps, step.plan.sync_interval
         stragglers, meter = StragglerDetector(step, self.logger), DataMeter(step, self._feed, self.logger)
         lr_factor = lr_factors(self.task, steps=last, batch_size=settings.batch_size, rates=settings.rates)
-        losses = deque(progress.losses, maxlen=AVERAGED_STEPS)
+        losses = list(progress.losses)
         progress = self._evaluate_if_missed(progress, period)
         if progress.step:  # before its first step a run has nothing to save
             progress = self._agree_on_stop(progress)
@@ -99,14 +98,14 @@ class TrainingLoop:
             if self.state.scheduler is not None:
                 self.state.scheduler.step_done()
             if metrics.skipped is None:
-                losses.append(metrics.loss)
+                losses = [*losses, metrics.loss][-AVERAGED_STEPS:]
             self._update_average(number + 1, metrics, period)
             stragglers.step_done(number + 1, metrics.data_seconds)
-            self._log_step(number + 1, metrics, lr=lr, loss=training_loss([*losses]))
+            self._log_step(number + 1, metrics, lr=lr, loss=training_loss(losses))
             meter.step_done(number + 1, metrics)
             self.memory.log_first(number + 1)
             damaged = self._add_damaged(progress, number + 1, metrics.damaged)
-            progress = TrainingProgress(number + 1, list(losses), {}, progress.best, damaged=damaged)
+            progress = TrainingProgress(number + 1, losses, {}, progress.best, damaged=damaged)
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
                     meter.end_segment()

@@ -27,10 +27,9 @@ from fourfold.step.train_step import TrainStep
 from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
 from fourfold.words.measures import (
     AVERAGED_STEPS,
-    num_units,
+    count_units,
     recent_rate,
     remaining_seconds,
-    shown_unit,
     waiting_fraction,
 )
 from fourfold.words.mesh import Mesh
@@ -126,9 +125,8 @@ class Throughput:
     def add_step(self, metrics: Metrics) -> float:
         """A step has ended just now; returns what is counted of it."""
         counts = {"samples": metrics.samples, "tokens": metrics.tokens, "targets": metrics.targets}
-        if not self._recent_metrics:
-            self.unit = shown_unit(self.unit, **counts)
-        units = num_units(self.unit, **counts)
+        units, shown = count_units(self.unit, **counts)
+        self.unit = self.unit if self._recent_metrics else shown
         self.num_units += units
         self._recent_metrics.append((units, metrics))
         self._ends.append(time.perf_counter() - self._start_time)

@@ -33,20 +33,12 @@ def remaining_seconds(num_done: int, num_left: int, *, first_end: float, last_en
     return mean * max(num_left, 0)
 
 
-def num_units(unit: str, *, samples: float, tokens: float | None, targets: float | None) -> float:
-    """What throughput counts of a step: its samples, the tokens that its inputs show, or the elements of its targets.
-
-    `samples` again where there is nothing else to count.
+def count_units(unit: str, *, samples: float, tokens: float | None, targets: float | None) -> tuple[float, str]:
+    """What throughput counts of a step, and its name: the tokens that its inputs show, or the elements of its targets;
+    samples where that is the unit, or there is nothing else to count.
     """
-    if unit == "samples":
-        return samples
-    return (tokens if unit == "tokens" else None) or targets or samples
-
-
-def shown_unit(unit: str, *, samples: float, tokens: float | None, targets: float | None) -> str:
-    """The unit in which the count of a step may be shown: "samples" if it counts nothing else."""
-    is_shown = num_units(unit, samples=samples, tokens=tokens, targets=targets) > samples
-    return unit if is_shown or (targets and unit != "tokens") else "samples"
+    counted = 0 if unit == "samples" else (unit == "tokens" and tokens) or targets or 0
+    return (counted, unit) if counted > (samples if unit == "tokens" else 0) else (samples, "samples")
 
 
 def waiting_fraction(steps: Sequence[tuple[float, float]]) -> float:

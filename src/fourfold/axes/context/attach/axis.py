@@ -28,7 +28,7 @@ from fourfold.axes.context.work.attention import context_attention
 from fourfold.axes.context.work.context_group import ContextGroup, connect_context
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.comm.communicator import Communicator
-from fourfold.model.batch import Microbatch, has_token_dim, num_targets, split_microbatches
+from fourfold.model.batch import Microbatch, has_token_dim, split_microbatches
 from fourfold.model.rank_dropout import DrawSlice, DrawSlices, RankDropout, TaggedDraws, checkpoint_error
 from fourfold.model.sdpa_interception import AttentionCall, intercept_attention
 from fourfold.model.transformers_attention import install_attention
@@ -155,8 +155,7 @@ class ContextParallel:
     ) -> Iterator[list[Microbatch]]:
         """See `BatchLayout`."""
         shard, real_tokens = self._shard_batch(batch)
-        of_tokens = {"real_tokens": real_tokens, "targets_per_sample": num_targets(batch)}
-        microbatches = split_microbatches(shard, count, self._world.device, **of_tokens)
+        microbatches = split_microbatches(shard, count, self._world.device, real_tokens=real_tokens)
         with self._attention_across_ranks(microbatches, step, samples):
             yield microbatches
 
