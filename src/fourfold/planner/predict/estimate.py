@@ -188,6 +188,14 @@ def flights_of(schedule: str, spec: PipelineSpec) -> list[Flight]:
 ROUNDING = 1e-9
 
 
+class PlaceWork(NamedTuple):
+    """What a place computes, what the data axis costs there, and what it adds to each microbatch."""
+
+    compute: PlaceCompute
+    data: PlaceData
+    extra: Extras
+
+
 class Tail(NamedTuple):
     """Seconds behind the last backward until the gradients of the first bucket are there, and those of all."""
 
@@ -222,10 +230,11 @@ def extras(plan: Plan, compute: PlaceCompute, data: PlaceData, slowdown: float) 
     return Extras(waits[0], waits[1], data.gradients[1])
 
 
-def tail(plan: Plan, compute: PlaceCompute, data: PlaceData, extra: Extras, slowdown: float) -> Tail:
+def tail(plan: Plan, place: PlaceWork, slowdown: float) -> Tail:
     """The reductions that follow the last backward of a place."""
     if plan.sync == "local":
         return Tail(0.0, 0.0)
+    compute, data, extra = place
     # The last backward is that of the first stage; its buckets are ready one after the other.
     backward, share = compute.first_stage[divides_backward(plan)], 1.0 / plan.interleave
     num_segments = max(1.0, compute.num_segments // plan.interleave)
@@ -246,12 +255,13 @@ def _ready(wait: Wait, num_segments: float) -> float:
     return math.floor(wait.fraction_left * num_segments + ROUNDING) / num_segments
 
 
-def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: Tail) -> float:
+def update_seconds(plan: Plan, place: PlaceWork, reduced: Tail) -> float:
     """From the last backward to the end of the step: buckets are updated in turn, as their gradients come.
 
     New weights are gathered as they are updated; with local steps, changes are summed so, in some of the steps. Updates
     that stand in front of a forward let it begin while weights are gathered that it uses later.
     """
+    compute, data, _ = place
     (update, first, last), gather = data.updates, data.gather
     updated = max(reduced.first + update, reduced.all + last)
     if plan.sync == "local":
@@ -270,20 +280,10 @@ def update_seconds(plan: Plan, compute: PlaceCompute, data: PlaceData, reduced: 
 
 
 ESTIMATE_ERROR = 0.12
-EDGE_FIELDS = (
-    "pp",
-    "dp",
-    "cp",
-    "tp",
-    "interleave",
-    "edge",
-    "edge_density",
-    "ring",
-    "ulysses",
-    "sequence_parallel",
-    "precision",
+edge_key = attrgetter(
+    *("pp", "dp", "cp", "tp", "interleave", "edge", "edge_density", "ring", "ulysses"),
+    *("sequence_parallel", "precision"),
 )
-edge_key = attrgetter(*EDGE_FIELDS)
 
 
 class Estimator:
@@ -310,27 +310,22 @@ class Estimator:
         if speeds:
             computes = tuple(each.at_speed(speed) for each, speed in zip(computes, speeds, strict=True))
         kinds = self._buckets.of(plan)
-        data = [kinds.kinds[kind] for kind in kinds.of_place]
-        added = self._added(plan, computes, data)
-        run = self._run(plan, computes, data, added, samples)
-        steps = _PlaceSteps(plan, computes, data, added, run, self._slowdown, self._between)
-        places = range(plan.pp) if speeds else kinds.first_places
+        places = [
+            PlaceWork(compute, kinds.kinds[kind], extras(plan, compute, kinds.kinds[kind], self._slowdown))
+            for compute, kind in zip(computes, kinds.of_place, strict=True)
+        ]
+        steps = _PlaceSteps(plan, places, self._run(plan, places, samples), self._slowdown, self._between)
+        distinct = range(plan.pp) if speeds else kinds.first_places
         if self._waiting == 1.0:
-            terms = steps.terms(max(places, key=steps.seconds))
+            terms = steps.terms(max(distinct, key=steps.seconds))
         else:  # of shorter waits, the longest step need not be that of the longest span
-            shortened = [shorten_waits(steps.terms(place), self._waiting) for place in places]
+            shortened = [shorten_waits(steps.terms(place), self._waiting) for place in distinct]
             terms = max(shortened, key=lambda each: each.total)
         return terms._replace(overhead=terms.overhead + self._prices.around_step())
 
     def _samples(self, plan: Plan) -> float:
         """Of a microbatch of the data rank that has most."""
         return -(-self._source.batch_size // plan.dp) / plan.microbatches
-
-    def _added(self, plan: Plan, computes: Sequence[PlaceCompute], data: Sequence[PlaceData]) -> list[Extras]:
-        """By place, what the data axis adds to a microbatch."""
-        if plan.zero < 2:
-            return [Extras(gradients=own.gradients[1]) for own in data]
-        return [extras(plan, compute, own, self._slowdown) for compute, own in zip(computes, data, strict=True)]
 
     def _data_group(self, plan: Plan) -> GroupShape:
         """The ranks of dp, for batch statistics."""
@@ -339,21 +334,14 @@ class Estimator:
         shares_memory = self._buckets.hosts(plan).shares_memory
         return shape_of(self._topology, plan.mesh.peers(0, "dp"), shares_memory=shares_memory)
 
-    def _run(
-        self,
-        plan: Plan,
-        computes: Sequence[PlaceCompute],
-        data: Sequence[PlaceData],
-        added: Sequence[Extras],
-        samples: float,
-    ) -> PipelineSeconds:
+    def _run(self, plan: Plan, places: Sequence[PlaceWork], samples: float) -> PipelineSeconds:
         """When each place begins its first forward and ends its last backward."""
         between = self._between * plan.interleave
-        forwards = [each.forward_seconds + extra.forward + between for each, extra in zip(computes, added, strict=True)]
-        inputs = [each.input_seconds + between for each in computes]
+        forwards = [each.compute.forward_seconds + each.extra.forward + between for each in places]
+        inputs = [each.compute.input_seconds + between for each in places]
         weights = [
-            each.weight_seconds + extra.backward + extra.gradients + between * divides_backward(plan)
-            for each, extra in zip(computes, added, strict=True)
+            compute.weight_seconds + extra.backward + extra.gradients + between * divides_backward(plan)
+            for compute, _, extra in places
         ]
         if plan.pp == 1:
             pace = forwards[0] + inputs[0] + weights[0]
@@ -366,7 +354,7 @@ class Estimator:
         if divides_backward(plan) or has_rounds(plan):
             return run
         # What places sum themselves in their last backward delays the places in front of them.
-        behind = [0.0, *itertools.accumulate(own.reduce.own for own in reversed(data[1:]))]
+        behind = [0.0, *itertools.accumulate(each.data.reduce.own for each in reversed(places[1:]))]
         return run._replace(ends=[end + late for end, late in zip(run.ends, reversed(behind), strict=True)])
 
     @remembered(lambda _, plan, samples: (edge_key(plan), samples))
@@ -407,30 +395,21 @@ class _PlaceSteps:
     """The steps of the places of one plan."""
 
     def __init__(
-        self,
-        plan: Plan,
-        computes: Sequence[PlaceCompute],
-        data: Sequence[PlaceData],
-        added: Sequence[Extras],
-        run: PipelineSeconds,
-        slowdown: float,
-        between: float,
+        self, plan: Plan, places: Sequence[PlaceWork], run: PipelineSeconds, slowdown: float, between: float
     ) -> None:
-        self._plan, self._computes, self._data, self._added, self._run = plan, computes, data, added, run
+        self._plan, self._places, self._run = plan, places, run
         self._slowdown, self._between = slowdown, between
 
     @remembered()
     def _tail(self, place: int) -> Tail:
-        compute, own, extra = self._computes[place], self._data[place], self._added[place]
-        return tail(self._plan, compute, own, extra, self._slowdown)
+        return tail(self._plan, self._places[place], self._slowdown)
 
     def _reduced(self, place: int) -> float:
         """When a place has its gradients; with rounds of reductions, messages may take longer than computing."""
-        own, run = self._data[place], self._run
+        (compute, own, _), run = self._places[place], self._run
         reduced = run.ends[place] + self._tail(place).all
         if has_rounds(self._plan):
             # From when the first bucket is ready in the first backward; the slowest place sets the pace of backwards.
-            compute = self._computes[place]
             left = compute.backward_seconds * own.waits[0].fraction_left
             left += min(left, slowed(self._slowdown, own.reduce.sent, left + compute.forward_seconds))
             ready = run.ends[place] - (self._plan.microbatches - 1) * run.pace - left
@@ -439,14 +418,14 @@ class _PlaceSteps:
 
     def seconds(self, place: int) -> float:
         """From the first forward of a place to the end of its step."""
-        own, waited_and_behind = self._data[place], sum(self._behind(place))
-        first = own.gradients[0] - self._added[place].gradients
-        return self._run.ends[place] + first - self._run.starts[place] + waited_and_behind
+        _, own, extra = self._places[place]
+        first = own.gradients[0] - extra.gradients
+        return self._run.ends[place] + first - self._run.starts[place] + sum(self._behind(place))
 
     def terms(self, place: int) -> StepTerms:
         """Where the seconds of a place go, from its first forward to the end of its step."""
-        plan, m, own, run = self._plan, self._plan.microbatches, self._data[place], self._run
-        compute, extra = self._computes[place], self._added[place]
+        plan, m, run = self._plan, self._plan.microbatches, self._run
+        compute, own, extra = self._places[place]
         computed = scale_terms(add_terms(compute.forward, compute.backward_input, compute.backward_weight), m)
         gradients = own.gradients[0] + (m - 1) * extra.gradients
         begin, end = run.starts[place], run.ends[place] + own.gradients[0] - extra.gradients
@@ -464,11 +443,12 @@ class _PlaceSteps:
 
     def _behind(self, place: int) -> tuple[float, float]:
         """Seconds behind the last backward of a place: those in which it waits for other places, and all others."""
-        plan, compute, own, end = self._plan, self._computes[place], self._data[place], self._run.ends[place]
+        plan, work, end = self._plan, self._places[place], self._run.ends[place]
+        measured = work.data.measured
         reduced = self._reduced(place)
-        if not own.measured.total:
+        if not measured.total:
             late = reduced - end - self._tail(place).all
-            return 0.0, late + update_seconds(plan, compute, own, self._tail(place))
+            return 0.0, late + update_seconds(plan, work, self._tail(place))
         # The norm is there when the slowest place has its gradients; then all begin their updates.
         waited = max(map(self._reduced, range(plan.pp))) - reduced
-        return waited, reduced - end + own.measured.total + update_seconds(plan, compute, own, Tail(0.0, 0.0))
+        return waited, reduced - end + measured.total + update_seconds(plan, work, Tail(0.0, 0.0))
