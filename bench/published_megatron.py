@@ -16,6 +16,7 @@ import numpy as np
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
 from fourfold.planner.predict.clusters import Cluster, RooflinePrices, read_cluster, read_table, topology_of
+from fourfold.planner.predict.facts import Workload
 from fourfold.planner.predict.gpt_facts import GptFacts
 from fourfold.planner.predict.memory import predict_memory
 from fourfold.planner.predict.prediction import Prediction
@@ -27,6 +28,10 @@ CLUSTER = "dgx-a100"
 MICROBATCH_SIZES = (1, 2, 4, 8, 16)
 ONE_BUCKET = 2**50
 """Megatron of 2021 sums gradients after the last backward: no bucket begins before."""
+
+
+def work_of(gpt: GptFacts) -> Workload:
+    return Workload.of(gpt, task="gpt", machine="that of the table")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Row:
 
     @property
     def published_seconds(self) -> float:
-        return self.source().step_flops("full") / (self.gpus * self.teraflops * 1e12)
+        work = work_of(self.source())
+        return (work.flops + work.again_flops["full"]) / (self.gpus * self.teraflops * 1e12)
 
 
 ROWS = (
@@ -141,7 +147,7 @@ def estimated_seconds(row: Row, plan: Plan, cluster: Cluster) -> float:
     first, block, last = (prices.segment(each, plan, size) for each in (facts.first, facts.blocks[0], facts.last))
     blocks = _total(block) * row.layers / row.pp
     group = prices.axis_group("dp", plan)
-    weight_bytes = 2.0 * source.num_parameters / (row.tp * row.pp)
+    weight_bytes = 2.0 * work_of(source).num_parameters / (row.tp * row.pp)
     if row.zero:  # weights are gathered for both passes, gradients summed during backward, on the same network
         gathered = prices.collective(Change.ALL_GATHER, weight_bytes, group)
         summed = prices.collective(Change.REDUCE_SCATTER, weight_bytes, group)

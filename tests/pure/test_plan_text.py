@@ -73,11 +73,12 @@ def test_a_program_of_several_lines_is_one_word_and_what_has_no_effect_is_none()
 def test_the_work_of_a_step_is_that_of_its_forwards_and_backwards():
     source = GptFacts(layers=2, width=64, heads=4, vocabulary=96, length=32, batch_size=8)
     work = Workload.of(source, task="gpt", machine="here")
-    assert work.flops == pytest.approx(source.step_flops())
-    assert work.num_parameters == source.num_parameters
+    facts = source.facts(Plan())
+    assert work.flops == pytest.approx(8 * 3 * facts.flops)
+    assert work.num_parameters == sum(spec.num_elements for spec in source.specs(Plan()))
     again = prediction(Plan(recompute="full"), compute=1000.0)
-    assert work.flops_per_second(again) == pytest.approx(source.step_flops("full"))
-    assert work.flops_per_second(prediction(Plan(dp=4), compute=1000.0)) == pytest.approx(source.step_flops() / 4)
+    assert work.flops_per_second(again) == pytest.approx(8 * (4 * facts.flops - facts.last.flops))
+    assert work.flops_per_second(prediction(Plan(dp=4), compute=1000.0)) == pytest.approx(8 * 3 * facts.flops / 4)
     assert (work.batch_size, work.unit, work.num_units) == (8, "tokens", 8 * 32)
 
 

@@ -116,7 +116,7 @@ class PlaceCosts:
         self.buckets = BucketPrices(job.blueprint, group, job.prices)
         self._sizes, self._segments = job.microbatch_sizes, job.segments
         self._speed = job.speeds[group.stage.stage] if job.speeds else 1.0
-        self.between, self._slowdown = job.prices.between_actions(), job.prices.slowdown()
+        self.between, self.slowdown = job.prices.between_actions(), job.prices.slowdown()
 
     # ---- what a stage computes ------------------------------------------------------------------------
 
@@ -143,10 +143,6 @@ class PlaceCosts:
 
     def tie_gradient(self, action: Action) -> StepTerms:
         return ZERO._replace(bubble=self._edges.tie_seconds if action.stage == 0 else 0.0, overhead=self.between)
-
-    def slowed(self, sent: float, window: float) -> float:
-        """By how many seconds computing is longer if messages of `sent` seconds are under way in a part of it."""
-        return slowed(self._slowdown, sent, window)
 
 
 def slowed(slowdown: float, sent: float, window: float) -> float:
@@ -207,7 +203,7 @@ class ProgramCosts:
             # Beyond the first one, the wait for a bucket is a part of the phase.
             self.overlaps[action, unshard] = offset if unshard == unshards[0] else offset + stalls.total
         own, sent = sum(each.own for each in costs), sum(each.sent for each in costs)
-        exposed = terms.exposed + own + self.place.slowed(sent, sum(terms)) + stalls.total
+        exposed = terms.exposed + own + slowed(self.place.slowdown, sent, sum(terms)) + stalls.total
         return terms._replace(exposed=exposed, overhead=self.place.between)
 
     def _with_reductions(self, action: Action, terms: StepTerms, *, is_weight_half: bool) -> StepTerms:
@@ -222,7 +218,7 @@ class ProgramCosts:
         window, is_round = max(remaining), action != self._index.last[action.verb, action.stage]
         # After a round that is not the last one, the next forward computes while its messages are under way.
         longest = window + (sum(stage.forward) if is_round else 0.0)
-        extra = place.slowed(sum(each.sent for each in costs), longest)
+        extra = slowed(place.slowdown, sum(each.sent for each in costs), longest)
         stretch = 1.0 + min(extra, window) / window if window else 1.0
         stalls = self._stalls.get(action, GatherStalls())
         computed = sum(terms) - stalls.total + extra

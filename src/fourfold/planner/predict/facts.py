@@ -238,7 +238,7 @@ class Workload:
             batch_size=batch_size,
             unit="samples" if facts.tokens is None else "tokens",
             num_units=batch_size * (facts.tokens or 1),
-            flops=PASSES * batch_size * sum(segment.flops for segment in facts.segments),
+            flops=PASSES * batch_size * facts.flops,
             memory_bytes=memory_bytes,
             peak_flops=peak_flops,
             again_flops={

@@ -330,16 +330,6 @@ class GptFacts:
                 f"precision = {self.precision!r}", f"one of {', '.join(ELEMENT_BYTES)}", "precision = float32"
             )
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(spec.num_elements for spec in self.specs(Plan()))
-
-    def step_flops(self, recompute: str = "none") -> float:
-        """Operations of a step in products, over all ranks: backward takes two forwards, `full` another of blocks."""
-        facts = self.facts(Plan())
-        blocks = sum(block.flops for block in facts.blocks) * (4 if recompute == "full" else 3)
-        return self.batch_size * (blocks + 3 * facts.last.flops)
-
     # ---- FactsSource ----------------------------------------------------------------------------------
 
     def resized(self, batch_size: int) -> Self:

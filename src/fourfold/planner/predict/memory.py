@@ -35,7 +35,7 @@ def predict_memory(
     plan = blueprint.plan
     facts = source.facts(plan)
     blocks = stage_blocks or source.stage_blocks(plan)
-    lists = _compute_lists(plan)
+    lists = plan.undrained_lists if plan.is_asynchronous else plan.compute_lists
     last = plan.num_stages - 1
     segments = [
         stage_segments(facts, blocks[stage], is_first=stage == 0, is_last=stage == last)
@@ -59,13 +59,6 @@ def predict_memory(
             )
         )
     return tuple(parts)
-
-
-def _compute_lists(plan: Plan) -> Sequence[Sequence[Action]]:
-    """By place: what a step computes, whatever was left in flight by the steps before."""
-    if plan.is_asynchronous:
-        return plan.undrained_lists
-    return plan.compute_lists
 
 
 # ---- what rests ----------------------------------------------------------------------------------------
