@@ -15,18 +15,25 @@ from fourfold.plan.plan import Plan
 from fourfold.plan.simulate import simulate
 from fourfold.plan.topology import Topology
 from fourfold.planner.predict.estimate import ESTIMATE_ERROR, FORMS, Estimator, PlaceTimes
+from fourfold.planner.predict.facts import FactsSource
 from fourfold.planner.predict.memory import predict_memory
+from fourfold.planner.predict.prediction import Prediction
+from fourfold.planner.predict.prices import Prices
 from fourfold.planner.predict.step import predict_step
 from fourfold.words.mesh import Mesh
 from fourfold.words.program import Action, Verb
 from tests.planner_cases import ChainFacts, LinearPrices, cases
 
 
+def estimate_step(plan: Plan, facts: FactsSource, prices: Prices, topology: Topology) -> Prediction:
+    return Estimator(facts, prices, topology).estimate(plan)
+
+
 @settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_an_estimate_is_within_its_error_of_the_prediction(case):
     predicted = predict_step(case.blueprint, case.facts, case.prices)
-    estimated = Estimator(case.facts, case.prices, case.topology).estimate(case.plan)
+    estimated = estimate_step(case.plan, case.facts, case.prices, case.topology)
     assert estimated.seconds == pytest.approx(predicted.seconds, rel=ESTIMATE_ERROR)
     assert sum(estimated.terms) == pytest.approx(estimated.seconds)
     assert estimated.terms.compute == pytest.approx(predicted.terms.compute, rel=0.15)  # perhaps of another place
@@ -43,7 +50,7 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
     blueprint = lower(plan, facts.specs(plan), topology, facts.update_spec)
     predicted = predict_step(blueprint, facts, prices)
     assert predicted.terms.exposed > 0.1 * predicted.seconds
-    assert Estimator(facts, prices, topology).estimate(plan).seconds == pytest.approx(predicted.seconds, rel=0.01)
+    assert estimate_step(plan, facts, prices, topology).seconds == pytest.approx(predicted.seconds, rel=0.01)
 
 
 @settings(max_examples=100, deadline=None)
@@ -51,7 +58,7 @@ def test_sums_in_shared_memory_delay_all_places_in_front(schedule):
 def test_an_estimate_holds_at_most_one_percent_more_than_the_prediction(case):
     # A search leaves out what does not fit by its estimate.
     predicted = max(each.total for each in predict_memory(case.blueprint, case.facts))
-    estimated = Estimator(case.facts, case.prices, case.topology).estimate(case.plan).memory.total
+    estimated = estimate_step(case.plan, case.facts, case.prices, case.topology).memory.total
     assert predicted * 0.93 <= estimated <= predicted * 1.01
 
 
@@ -112,7 +119,7 @@ def test_an_estimate_makes_no_lists_of_a_schedule():
     plan = Plan(pp=8, microbatches=4096, schedule="zero-bubble")
     facts = ChainFacts(num_blocks=16, batch_size=4096)
     topology = Topology.regular(hosts=1, ranks_per_host=8, device="cuda")
-    assert Estimator(facts, LinearPrices(), topology).estimate(plan).seconds > 0
+    assert estimate_step(plan, facts, LinearPrices(), topology).seconds > 0
     assert "compute_lists" not in vars(plan)
 
 
