@@ -14,7 +14,7 @@ class Reader:
 
     def __init__(self):
         self.permits, self.num_read, self.num_taken = threading.Semaphore(0), 0, 0
-        self.loop = prefetch(self.items(), is_on_demand=lambda: False, check_peers=self.permits.release)
+        self.loop = prefetch(lambda is_open: self.items(), is_on_demand=lambda: False, check_peers=self.permits.release)
 
     def items(self):
         while True:

@@ -5,6 +5,7 @@ Law: an error about samples that cannot be stacked names the sample, and in what
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,10 +73,7 @@ def _collate_nulls(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[
     return list(batch)
 
 
-def _dtype(value: Any) -> Any:
-    return value.dtype
-
-
+_dtype = operator.attrgetter("dtype")
 _HANDLERS: dict[Any, Handler] = {
     **default_collate_fn_map,
     Mapping: _collate_dicts,

@@ -3,15 +3,13 @@
 Law: the data ranks' parts together have every sample once; every rank gets equally many batches, some of them empty.
 """
 
-import itertools
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.comm.communicator import Communicator
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.position import read_expected
-from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
+from fourfold.feed.reading import FETCHED, BatchReader, prefetch
 from fourfold.feed.sample_rng import Fingerprint
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, Key, Loop, open_shared_reads
@@ -47,18 +45,8 @@ class EvaluationBatches:
 
     def read_ahead(self, check_peers: Callable[[], None]) -> Generator[EvaluationBatch, None, None]:
         """All batches; the first one is never None. `check_peers` is called while this rank waits for one."""
-        closed = threading.Event()
         batches = self._stream_batches if isinstance(self._input.source, Stream) else self._source_batches
-        ahead = prefetch(
-            batches(lambda: not closed.is_set()),
-            is_on_demand=lambda: self._reader.uses_rng,
-            check_peers=check_peers,
-        )
-        try:
-            yield from ahead
-        finally:
-            closed.set()
-            ahead.close()
+        return prefetch(batches, is_on_demand=lambda: self._reader.uses_rng, check_peers=check_peers)
 
     def _source_batches(self, is_open: IsOpen) -> Iterator[EvaluationBatch]:
         source: Any = self._input.source
@@ -77,12 +65,9 @@ class EvaluationBatches:
         yield from [EvaluationBatch(None, is_empty=True)] * (len(parts) - len(own))
 
     def _stream_batches(self, is_open: IsOpen) -> Iterator[EvaluationBatch]:
-        stream: Any = self._input.source
         own_part = StreamPart(0, 0, self._batch_size, self._size, self._index)
-        keys = (Key(0, 0, n, n + 1, f"a stream in batches of {self._batch_size}") for n in itertools.count())
         num_batches = 0
-        for each in self._reads.items(Loop(keys, lambda: stream.batches(own_part), STREAMED, is_open)):
-            self._reader.uses_rng = stream.uses_rng
+        for each in self._reader.read_stream(self._reads, own_part, is_open):
             start, stop = shard_range(0, each.num_samples, self._size, self._index)
             yield EvaluationBatch(each.local, is_empty=start == stop, probe=each.probe)
             num_batches += 1

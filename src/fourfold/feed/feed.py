@@ -10,9 +10,8 @@ An order costs some 40 numpy calls, whatever the number of positions: in batches
 blocks of `BLOCK` less than 0.1 µs.
 """
 
-import itertools
+import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -38,7 +37,7 @@ from fourfold.feed.position import (
     state_dict_problems,
 )
 from fourfold.feed.readable import Fetched, check_damage
-from fourfold.feed.reading import FETCHED, STREAMED, BatchReader, prefetch
+from fourfold.feed.reading import FETCHED, BatchReader, prefetch
 from fourfold.feed.sample_rng import Fingerprint, probe_source
 from fourfold.feed.sharing.channel import IsOpen
 from fourfold.feed.sharing.shared_reads import OWN_READS, UNOPENED_READS, Key, Loop, Reads, open_shared_reads
@@ -274,9 +273,9 @@ class Feed:
             self.share_reads(init.init_communicator())
         epoch = self._state.epoch
         while self._state.epoch == epoch:
-            closed, asked = threading.Event(), time.perf_counter()
+            asked = time.perf_counter()
             batches = prefetch(
-                self._batches(self._state, lambda closed=closed: not closed.is_set()),
+                functools.partial(self._batches, self._state),
                 is_on_demand=lambda: self._reader.uses_rng,
                 check_peers=lambda: self.check_peers(),
             )
@@ -292,7 +291,6 @@ class Feed:
                 else:  # with drop_last, a state that another batch size has left too near to the end
                     self._state = Position(self._state.seed, epoch + 1, 0, self.num_samples)
             finally:
-                closed.set()
                 batches.close()
 
     def repeat(self) -> Generator[Any, None, None]:
@@ -303,7 +301,7 @@ class Feed:
     def _batches(self, start: Position, is_open: IsOpen) -> Iterator[tuple[Position, Any]]:
         """The remaining batches of an epoch, each with the state after it."""
         if isinstance(self._input.source, Stream):
-            yield from self._stream_batches(self._input.source, start, is_open)
+            yield from self._stream_batches(start, is_open)
             return
         if problem := length_mismatch(start, self.num_samples):
             raise DataError(problem, where="the feed")
@@ -361,13 +359,11 @@ class Feed:
     def _local_range(self, start: int, stop: int) -> tuple[int, int]:
         return shard_range(start, stop, self._size, self._index)
 
-    def _stream_batches(self, stream: Stream, start: Position, is_open: IsOpen) -> Iterator[tuple[Position, Any]]:
+    def _stream_batches(self, start: Position, is_open: IsOpen) -> Iterator[tuple[Position, Any]]:
         """The remaining batches of a stream's epoch. The one after a batch is read first: it may have been the last."""
         seed, epoch, position, upcoming = start.seed, start.epoch, 0, None
         own_part = StreamPart(seed, epoch, self._batch_size, self._size, self._index)
-        keys = (Key(seed, epoch, n, n + 1, f"a stream in batches of {self._batch_size}") for n in itertools.count())
-        for part in self._reads.items(Loop(keys, lambda: stream.batches(own_part), STREAMED, is_open)):
-            self._reader.uses_rng = stream.uses_rng
+        for part in self._reader.read_stream(self._reads, own_part, is_open):
             begin, position = position, position + part.num_samples
             if position <= start.position or (self._drops_last and part.num_samples < self._batch_size):
                 continue

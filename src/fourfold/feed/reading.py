@@ -11,14 +11,16 @@ those of the iterator; its error is raised where the item is requested.
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import fetch_seeded
-from fourfold.feed.sharing.shared_reads import Form
+from fourfold.feed.sharing.channel import IsOpen
+from fourfold.feed.sharing.shared_reads import Form, Key, Loop, Reads
 from fourfold.feed.source import pin_batch
-from fourfold.feed.stream import Stream, StreamBatch
+from fourfold.feed.stream import Stream, StreamBatch, StreamPart
 from fourfold.feed.transform import in_epoch
 from fourfold.feed.workers import Request
 from fourfold.plan.damaged_samples import DamagedRecord
@@ -61,15 +63,17 @@ class _Ahead(queue.Queue[Any]):
 
 
 def prefetch(
-    items: Iterator[Item], *, is_on_demand: Callable[[], bool], check_peers: Callable[[], None]
+    read: Callable[[IsOpen], Iterator[Item]], *, is_on_demand: Callable[[], bool], check_peers: Callable[[], None]
 ) -> Generator[Item, None, None]:
-    """The items, read by a thread PREFETCH_DEPTH to MAX_PREFETCH_DEPTH of them ahead; while `is_on_demand()`, none.
+    """The items of `read`, read by a thread PREFETCH_DEPTH to MAX_PREFETCH_DEPTH of them ahead; while
+    `is_on_demand()`, none. `read` is told whether this loop is still open.
 
     The first item is always read on demand; `is_on_demand` is called after it. `check_peers` is called from time to
     time during a wait for an item; an error that it raises ends the wait.
     """
     ready = _Ahead()
     demand, stopped = threading.Semaphore(0), threading.Event()
+    items = read(lambda: not stopped.is_set())
 
     def read_items() -> None:
         try:
@@ -159,3 +163,12 @@ class BatchReader:
         options = {"seed": request.seed, "epoch": request.epoch, "uses_rng": self.uses_rng}
         batch, self.uses_rng = fetch_seeded(source, request.numbers, **options)
         return batch
+
+    def read_stream(self, reads: Reads, part: StreamPart, is_open: IsOpen) -> Iterator[StreamBatch]:
+        """This rank's part of the batches of a stream, from its first one on."""
+        stream = self._input.source
+        assert isinstance(stream, Stream)
+        keys = (Key(part.seed, part.epoch, n, n + 1, f"a stream in batches of {part.batch_size}") for n in count())
+        for each in reads.items(Loop(keys, lambda: stream.batches(part), STREAMED, is_open)):
+            self.uses_rng = stream.uses_rng
+            yield each

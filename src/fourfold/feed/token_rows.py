@@ -10,6 +10,7 @@ So training on rows equals training on documents, if attention stays within docu
 Rows are filled best fit first: a piece goes into that of NUM_OPEN_ROWS rows in which it leaves the least room.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,8 +93,7 @@ class TokenRows:
         return _join(row.pieces, self.length)
 
 
-def _room(row: _OpenRow) -> int:
-    return row.room
+_room = operator.attrgetter("room")
 
 
 def _join(pieces: list[np.ndarray], length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:

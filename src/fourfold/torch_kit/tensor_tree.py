@@ -42,6 +42,37 @@ def is_plain(tree: Any) -> bool:
     return tree is None or isinstance(tree, Tensor | bool | int | float | str)
 
 
+def skeleton_of(tree: Any, tensors: list[Tensor], check: Callable[[Any], None]) -> Any:
+    """A tree as values of JSON and msgpack; its tensors, which are appended to `tensors`, as their numbers.
+
+    `[kind, content]`: of a dict [key, part] pairs, of a list or tuple its parts. `check` is called with each part, and
+    raises an error for one that the tree may not have.
+    """
+    check(tree)
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(tree, dict):
+        pairs = tree.items()
+        return ["dict", [[skeleton_of(key, tensors, check), skeleton_of(part, tensors, check)] for key, part in pairs]]
+    if type(tree) in (list, tuple):
+        return [type(tree).__name__, [skeleton_of(part, tensors, check) for part in tree]]
+    return ["value", tree]
+
+
+def tree_of(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree of a skeleton, with these tensors."""
+    kind, content = skeleton
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {tree_of(key, tensors): tree_of(part, tensors) for key, part in content}
+    if kind == "value":
+        return content
+    parts = [tree_of(part, tensors) for part in content]
+    return parts if kind == "list" else tuple(parts)
+
+
 def detached_clone(tensor: Tensor) -> Tensor:
     """A copy without a graph."""
     return tensor.detach().clone()

@@ -13,9 +13,10 @@ with its own keys, and leaves those that another loop has not taken.
 
 import itertools
 import logging
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ from fourfold.feed.sharing.channel import (
     SlotWriter,
 )
 from fourfold.torch_kit import memory
+from fourfold.torch_kit.tensor_tree import skeleton_of, tree_of
 from fourfold.words.error_notes import error_line
 from fourfold.words.errors import (
     CheckpointError,
@@ -54,6 +56,7 @@ from fourfold.words.errors import (
 
 ALIGNMENT_BYTES = 64
 MAX_INT = 2**63
+PLAIN_TYPES = (bool, int, float, str, bytes, type(None), dict, list, tuple)
 
 
 class NotSharable(Exception):
@@ -81,7 +84,7 @@ class LaidOut(NamedTuple):
 def lay_out(batch: Any) -> LaidOut:
     """The skeleton of a batch, and where its tensors are to lie. Raises NotSharable."""
     tensors: list[Tensor] = []
-    tree = _skeleton(batch, tensors)
+    tree = skeleton_of(batch, tensors, _check)
     places, start = [], 0
     for tensor in tensors:
         # As a copy of the tensor would lie: dense, its dims in the same order.
@@ -89,15 +92,13 @@ def lay_out(batch: Any) -> LaidOut:
         dtype = str(tensor.dtype).removeprefix("torch.")
         places.append(TensorPlace(dtype, list(tensor.shape), list(strides), start))
         start += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return LaidOut(tree, places, tensors, start)
+    return LaidOut(tree, places, [tensor.detach() for tensor in tensors], start)
 
 
 def tensor_at(place: TensorPlace, content: Tensor) -> Tensor:
     """The tensor at a place of `content`, uint8 [bytes]."""
     dtype: torch.dtype = getattr(torch, place.dtype)
-    num_elements = 1
-    for size in place.shape:
-        num_elements *= size
+    num_elements = math.prod(place.shape)
     if num_elements == 0:
         return torch.empty_strided(place.shape, place.strides, dtype=dtype)
     flat = content[place.start : place.start + num_elements * dtype.itemsize].view(dtype)
@@ -106,49 +107,17 @@ def tensor_at(place: TensorPlace, content: Tensor) -> Tensor:
 
 def build_tree(tree: Any, places: Sequence[TensorPlace], content: Tensor) -> Any:
     """The batch of a skeleton, its tensors views of `content`."""
-    return _fill(tree, [tensor_at(place, content) for place in places])
+    return tree_of(tree, [tensor_at(place, content) for place in places])
 
 
-def _skeleton(value: Any, tensors: list[Tensor]) -> Any:
-    """`[kind, content]`: of a dict [key, part] pairs, of a list or tuple its parts, of a tensor its number."""
-    kind = type(value)
+def _check(value: Any) -> None:
     if isinstance(value, Tensor):
-        _check_tensor(value)
-        tensors.append(value.detach())
-        return ["tensor", len(tensors) - 1]
-    if isinstance(value, Mapping) and kind is dict:
-        for key in value:
-            _check_value(key)
-        return ["dict", [[key, _skeleton(part, tensors)] for key, part in value.items()]]
-    if kind is list or kind is tuple:
-        return [kind.__name__, [_skeleton(part, tensors) for part in value]]
-    _check_value(value)
-    return ["value", value]
-
-
-def _check_tensor(tensor: Tensor) -> None:
-    if type(tensor) is not Tensor:
-        raise NotSharable(f"a {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise NotSharable(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
-
-
-def _check_value(value: Any) -> None:
-    is_int = type(value) is int and -MAX_INT <= value < MAX_INT
-    if not (value is None or is_int or type(value) in (bool, float, str, bytes)):
+        if type(value) is not Tensor:
+            raise NotSharable(f"a {type(value).__name__}")
+        if value.layout is not torch.strided or value.is_quantized or value.device.type != "cpu":
+            raise NotSharable(f"a {value.layout} tensor of {value.dtype} on {value.device}")
+    elif type(value) not in PLAIN_TYPES or (type(value) is int and not -MAX_INT <= value < MAX_INT):
         raise NotSharable(f"a {type(value).__name__}")
-
-
-def _fill(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    kind, content = tree
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _fill(part, tensors) for key, part in content}
-    if kind == "value":
-        return content
-    parts = [_fill(part, tensors) for part in content]
-    return parts if kind == "list" else tuple(parts)
 
 
 # ---- an error of another rank ----------------------------------------------------------------------------------------
