@@ -1,7 +1,9 @@
 """Laws of `ff.Checkpoints`: a loop of one's own saves and goes on as if it had never ended. Ranks are threads."""
 
 import dataclasses
+import errno
 import math
+import os
 import threading
 import warnings
 from collections import Counter
@@ -221,6 +223,32 @@ def test_a_save_that_fails_raises_on_every_rank_and_keeps_the_one_before(tmp_pat
 
     assert threads.run(2, body) == [4, 4]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(("rank", "number", "need"), [
+    (0, errno.ENOSPC, "no space left on device   need room on its disk   try the same when there is room"),
+    (1, errno.ENOSPC, "no space left on device   need room on its disk   try the same when there is room"),
+    (1, errno.EROFS, "read-only file system   need a folder that all ranks can write to   try another folder"),
+])  # fmt: skip
+def test_a_disk_without_room_for_the_reason_is_still_said_to_be_full(tmp_path, monkeypatch, rank, number, need):
+    def refuse(path, *_, **__):
+        if f"rank-{rank:03d}" in path.name:
+            raise OSError(number, os.strerror(number))
+        path.write_bytes(b"")
+
+    def body(comm):
+        loop = Loop(comm, tmp_path, Case())
+        loop.run(1)
+        comm.all_gather_json(None)
+        with pytest.raises(CheckpointError) as caught:
+            loop.save()
+        return str(caught.value), caught.value.exit_code
+
+    monkeypatch.setattr(writer, "write_snapshot", refuse)
+    monkeypatch.setattr(writer, "write_marker", lambda path, suffix, _: refuse(path.with_suffix(suffix)))
+    for text, code in threads.run(2, body):
+        assert f"step 1 could not be written: rank {rank}: {need}" in text
+        assert code == 1, "the input is as good as it was"
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, monkeypatch):

@@ -213,8 +213,9 @@ class Checkpoints:
         self._manager.wait_for_writer()
         failures = self._step.all_gather_json(self._manager.take_failures())[0]
         if failures:
-            need, attempt = "a folder that all ranks can write to", "another folder; the checkpoints before are kept"
-            raise CheckpointError([Problem(text, need, attempt) for text in failures], where=WHERE)
+            error = CheckpointError([Problem(*each) for each in failures], where=WHERE)
+            error.exit_code = 1  # the input is as good as it was
+            raise error
 
     def _folder_problems(self) -> list[Problem]:
         """On rank 0: why this training must not save here now."""

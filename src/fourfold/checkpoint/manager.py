@@ -287,7 +287,7 @@ class CheckpointManager:
             damaged=progress.damaged,
         )
 
-    def take_failures(self) -> list[str]:
+    def take_failures(self) -> list[Problem]:
         """Why checkpoints could not be written, since the last call; on rank 0. Not collective."""
         failures = list(self._writer.failures)
         del self._writer.failures[: len(failures)]
@@ -295,9 +295,9 @@ class CheckpointManager:
 
     def report_failures(self) -> None:
         """Log the writes that have failed since the last call. Not collective."""
-        for text in self.take_failures():
-            self._log.log_message(f"warning: {text}; training continues, and earlier checkpoints are kept")
-            self._log.write_record({"warning": text})
+        for problem in self.take_failures():
+            self._log.log_message(f"warning: {problem.got}; training continues, and earlier checkpoints are kept")
+            self._log.write_record({"warning": problem.got})
 
     def take_written(self) -> list[WrittenCheckpoint]:
         """The checkpoints that have been written since the last call, on rank 0. Not collective."""

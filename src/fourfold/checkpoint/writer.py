@@ -1,8 +1,9 @@
 """Checkpoint writer: a thread that writes a rank's snapshot into its file, then the rank's marker.
 
 marker   a file in an unfinished checkpoint by which a rank reports on its own file
-  rank-000.json    it is on the disk: its size, its checksum, and what the manifest will say of it
-  rank-000.failed  it could not be written: the reason, or nothing if the disk did not take even that
+  rank-000.json        it is on the disk: its size, its checksum, and what the manifest will say of it
+  rank-000.failed-028  it could not be written, with errno 28 (000: none): the reason, or nothing if the disk did not
+                       take even that
 manifest what rank 0 makes of the markers of all ranks
 commit   rank 0 gives the folder a checkpoint's name
 Law: a rank writes its marker last; after it, the rank writes nothing in the folder. A checkpoint gets its name when
@@ -16,6 +17,7 @@ Law: a file is written only from a snapshot, so training may go on while it is w
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -62,7 +64,7 @@ from fourfold.plan.param_spec import TensorShard
 from fourfold.plan.shard_ranges import stored_ranges
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit import memory
-from fourfold.words.errors import CheckpointError, Problem, os_error_text
+from fourfold.words.errors import DISK_FULL, CheckpointError, Problem, os_error_text
 from fourfold.words.units import format_bytes
 
 # ---- Write: one rank's file of a checkpoint, from a copy in memory to the disk --------------------------------------
@@ -334,34 +336,57 @@ def _read_marker(path: Path) -> DoneMarker:
         raise CheckpointError(Problem(f"{path.name}{DONE_SUFFIX}: {error}", "a rank's marker")) from None
 
 
+def _write_failed_marker(path: Path, error: OSError) -> None:
+    """Raises OSError if the disk takes no name either."""
+    suffix = f"{FAILED_SUFFIX}-{error.errno or 0:03d}"
+    try:
+        write_marker(path, suffix, _error_text(error).encode())
+    except OSError:  # a name has room on a full disk
+        path.with_suffix(suffix).touch()
+
+
+def _failed_marker(path: Path) -> Path | None:
+    return next(path.parent.glob(f"{path.name}{FAILED_SUFFIX}-[0-9][0-9][0-9]"), None)
+
+
+def _read_failed_marker(path: Path, rank: int) -> Problem:
+    number = int(path.suffix.rpartition("-")[2])
+    unknown = os_error_text(OSError(number, os.strerror(number))) if number else "its file could not be written"
+    return _write_problem(f"rank {rank}: {path.read_text() or unknown}", number)
+
+
 def _has_marker(path: Path) -> bool:
-    return any(path.with_suffix(suffix).exists() for suffix in (DONE_SUFFIX, FAILED_SUFFIX))
+    return path.with_suffix(DONE_SUFFIX).exists() or _failed_marker(path) is not None
 
 
-def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str], deadline: float) -> str:
-    """Wait until a rank's marker exists. Returns why its file is missing; "" if it is not.
+def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str], deadline: float) -> Problem | None:
+    """Wait until a rank's marker exists. Returns why its file is missing; None if it is not.
 
     missing_reason: waits POLL_SECONDS, and returns why the rank's marker will never come, "" while it may
     """
     reason = ""
     while not path.with_suffix(DONE_SUFFIX).exists():
-        failed = path.with_suffix(FAILED_SUFFIX)
-        if failed.exists():
-            return f"rank {rank}: {failed.read_text() or 'its file could not be written, nor the reason'}"
+        if (failed := _failed_marker(path)) is not None:
+            return _read_failed_marker(failed, rank)
         if time.monotonic() > deadline:
-            return f"the file of rank {rank} did not arrive in time"
+            return _write_problem(f"the file of rank {rank} did not arrive in time")
         # Look at the marker once more before giving up: a checkpoint whose files are all written must not be deleted.
         if reason:
-            return reason
+            return _write_problem(reason)
         reason = missing_reason(rank)
-    return ""
+    return None
 
 
-def _error_text(error: Exception) -> str:
+def _error_text(error: OSError) -> str:
     """An error in a few words, for a marker or a warning."""
-    if isinstance(error, CheckpointError):
-        return error.problems[0].got
-    return os_error_text(error) if isinstance(error, OSError) and error.errno is not None else str(error)
+    return os_error_text(error) if error.strerror is not None else str(error)
+
+
+def _write_problem(text: str, number: int | None = None) -> Problem:
+    """Why a checkpoint could not be written. `number`: the errno, where it is known."""
+    if number in DISK_FULL:
+        return Problem(text, "room on its disk", "the same when there is room; the checkpoints before are kept")
+    return Problem(text, "a folder that all ranks can write to", "another folder; the checkpoints before are kept")
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------
@@ -409,7 +434,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._aborted = threading.Event()
-        self.failures: list[str] = []
+        self.failures: list[Problem] = []
         """Why checkpoints could not be written; on rank 0."""
         self.last_reason = ""
         """Why, of the last one that could not be; on rank 0."""
@@ -449,17 +474,19 @@ class CheckpointWriter:
         if request.manifest is None:
             return
         try:
-            if failure:
-                raise CheckpointError(Problem(f"rank {self._rank}: {failure}"))
-            self._commit(request, request.manifest)
+            self._commit(request, request.manifest, failure)
         except (OSError, CheckpointError) as error:
-            self.last_reason = _error_text(error)
-            name = f"the checkpoint of step {request.manifest.step}"
-            self.failures.append(f"{name} could not be written: {self.last_reason}")
+            if isinstance(error, CheckpointError):
+                problem = error.problems[0]
+            else:
+                problem = _write_problem(_error_text(error), error.errno)
+            self.last_reason = problem.got
+            got = f"the checkpoint of step {request.manifest.step} could not be written: {problem.got}"
+            self.failures.append(problem._replace(got=got))
             shutil.rmtree(request.staging_dir, ignore_errors=True)
 
-    def _write_rank_file(self, request: SaveRequest) -> str:
-        """Write this rank's file, then its marker. Returns why there is no file, if not even a marker can say so."""
+    def _write_rank_file(self, request: SaveRequest) -> Problem | None:
+        """Write this rank's file, then its marker. Returns why there is no file; None if there is."""
         folder = request.staging_dir
         path, marker = folder / shard_file_name(self._rank), _marker_path(folder, self._rank)
         try:
@@ -472,14 +499,9 @@ class CheckpointWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            try:
-                write_marker(marker, FAILED_SUFFIX, _error_text(error).encode())
-            except OSError:  # a disk without room even for the reason
-                try:
-                    marker.with_suffix(FAILED_SUFFIX).touch()
-                except OSError:
-                    return _error_text(error)
-        return ""
+                _write_failed_marker(marker, error)
+            return _write_problem(f"rank {self._rank}: {_error_text(error)}", error.errno)
+        return None
 
     def _check_disk_space(self, request: SaveRequest) -> None:
         """Raise OSError if the disk has no room for this rank's file; rank 0 checks for all files that are missing."""
@@ -489,13 +511,15 @@ class CheckpointWriter:
             written = sum(each.stat().st_size for each in files if each.exists())  # by ranks that were quicker
             need = max(need, estimated_bytes(request.snapshot.held) - written)
         if free < need + SPARE_BYTES:
-            raise OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need + SPARE_BYTES)} needed")
+            error = OSError(f"{format_bytes(free)} free on the disk, {format_bytes(need + SPARE_BYTES)} needed")
+            error.errno = errno.ENOSPC
+            raise error
 
-    def _commit(self, request: SaveRequest, manifest: Manifest) -> None:
-        """Rank 0: wait for all markers, write the manifest, give the folder its name."""
+    def _commit(self, request: SaveRequest, manifest: Manifest, failure: Problem | None) -> None:
+        """Rank 0: wait for all markers, write the manifest, give the folder its name. `failure`: of its own file."""
         folder = request.staging_dir
         markers = [_marker_path(folder, rank) for rank in range(self._size)]
-        self._wait_for_markers(folder, markers, estimated_bytes(request.snapshot.held))
+        self._wait_for_markers(folder, markers, estimated_bytes(request.snapshot.held), failure)
         complete = complete_manifest(manifest, [_read_marker(marker) for marker in markers])
         for marker in markers:
             marker.with_suffix(DONE_SUFFIX).unlink()
@@ -507,7 +531,7 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):  # the next save prunes again
             self._store.prune(self._retention)
 
-    def _wait_for_markers(self, folder: Path, markers: Sequence[Path], num_bytes: int) -> None:
+    def _wait_for_markers(self, folder: Path, markers: Sequence[Path], num_bytes: int, failure: Problem | None) -> None:
         """Raises CheckpointError if a rank's file is missing."""
         deadline = time.monotonic() + MARKER_TIMEOUT_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
 
@@ -515,9 +539,10 @@ class CheckpointWriter:
             return self._missing_reason(folder, rank)
 
         # Wait for every rank before reporting a failure: the folder must not be deleted while a rank writes to it.
-        problems = [wait_for_marker(marker, rank, missing_reason, deadline) for rank, marker in enumerate(markers)]
-        if any(problems):
-            raise CheckpointError([Problem(text) for text in problems if text])
+        waited = [rank for rank in range(self._size) if rank > 0 or failure is None]
+        waits = [wait_for_marker(markers[rank], rank, missing_reason, deadline) for rank in waited]
+        if problems := [problem for problem in (failure, *waits) if problem is not None]:
+            raise CheckpointError(problems)
 
     def _missing_reason(self, folder: Path, rank: int) -> str:
         """Why a rank's marker will never come; "" while it may. Waits POLL_SECONDS."""

@@ -6,7 +6,6 @@ join; else the process is alone.
 """
 
 import contextlib
-import errno
 import os
 import tempfile
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from fourfold.comm import process_group_lifecycle, rendezvous_store
 from fourfold.comm.communicator import Communicator
 from fourfold.environment import launchers
 from fourfold.environment.world import World, from_environment
-from fourfold.words.errors import LaunchError, Problem
+from fourfold.words.errors import DISK_FULL, LaunchError, Problem
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _init_process_group(backend: str) -> None:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
     except (ValueError, dist.DistError) as error:
         got = str(error).splitlines()[0]
-        if any(os.strerror(number) in got for number in (errno.ENOSPC, errno.EDQUOT)):
+        if any(os.strerror(number) in got for number in DISK_FULL):
             problem = Problem(f"{tempfile.gettempdir()}: {got}", "room for what ranks tell each other", "TMPDIR=…")
         elif info.launcher is launchers.TORCHRUN:
             problem = Problem(got, "the variables of a launcher", "fourfold run -n N SCRIPT.py")

@@ -378,8 +378,8 @@ def wait_until_saved(
         if reasons and not has_said:
             has_said = True
             held = f"the result of {format_bytes(checkpoints.num_bytes)} is held in memory"
-            wait = f"up to {wait_seconds} s (disk_seconds)"
-            log.log_message(f"warning: {reasons[0]}; {held}, and written as soon as the disk takes it: waiting {wait}")
+            wait = f"written as soon as the disk takes it: waiting up to {wait_seconds} s (disk_seconds)"
+            log.log_message(f"warning: {reasons[0].got}; {held}, and {wait}")
         with waiting_for("room on the disk"):
             time.sleep(RETRY_SECONDS)
         checkpoints.save_again()

@@ -10,7 +10,6 @@ Law: a folder belongs to one run. That run continues in it; any other run is ref
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import platform
@@ -33,7 +32,7 @@ from fourfold.trainer.run_identity import (
     check_run_name,
     read_finished_record,
 )
-from fourfold.words.errors import Problem, SettingError, TrainingError, os_error_text
+from fourfold.words.errors import DISK_FULL, Problem, SettingError, TrainingError, os_error_text
 from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, SETTINGS_FILE
 from fourfold.words.version import VERSION
 
@@ -227,7 +226,7 @@ def _wrap_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in DISK_FULL
         need = "room on its disk" if full else "a folder that can be written"
         attempt = "the same command when there is room" if full else "the same command elsewhere"
         raise TrainingError(Problem(f"{path} could not be written: {os_error_text(error)}", need, attempt)) from None

@@ -6,6 +6,7 @@ Law: an error about a user's input is a `FourfoldError`, raised before any proce
 """
 
 import difflib
+import errno
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ from fourfold.words.terminal_text import align_columns, escape_controls
 # EX_TEMPFAIL of BSD's sysexits.h, "try again later": schedulers can be configured to requeue a job that ends with it.
 REQUEUE_EXIT_CODE = 75
 INTERRUPT_EXIT_CODE = 130  # 128 + SIGINT, as in a shell: a person pressed Ctrl-C
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 MAX_TEXT = 3000  # characters of a part of a problem
 
