@@ -187,7 +187,7 @@ ASKED = {
     "is_compiled": "of the user's loss function: a compiled one cannot be observed",
     "is_asynchronous": "chooses the runner of steps, when a TrainStep is made",
     "is_in_backward": "where a dry run has failed",
-    "is_model_loss": "refuses a compiled model that computes its own loss",
+    "is_of_model": "refuses a compiled model that computes its own loss",
     "is_of_tokens": "of one draw of dropout",
     "is_synchronized": "whether local steps have just averaged the weights",
     "is_whole": "of one parameter's shard",

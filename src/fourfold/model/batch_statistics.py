@@ -20,7 +20,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,32 +59,28 @@ def frozen_norms(model: nn.Module) -> list[tuple[str, BatchNormBase]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, BatchNormBase) and not uses_batch_stats(m)]
 
 
-class NormWatch(Protocol):
+class NormWatch:
     """What is checked of the normalizations of a model around its steps."""
 
     def check(self) -> None:
         """Raise TaskError if there are problems."""
-        ...
+        if problems := self.problems():
+            raise TaskError(problems, where="the model")
 
     def problems(self) -> list[Problem]:
         """What is wrong with their present modes."""
-        ...
+        return []
 
     def call_text(self, *, in_training: bool) -> str:
         """What a call says of their modes, which ranks must then have compared before the call's forward; or ""."""
-        ...
+        return ""
 
 
-class FrozenBatchNorms:
+class FrozenBatchNorms(NormWatch):
     """Batch normalizations that must stay frozen, because a batch is split into `num_parts` parts."""
 
     def __init__(self, frozen: Sequence[tuple[str, BatchNormBase]], num_parts: int) -> None:
         self._frozen, self._num_parts = frozen, num_parts
-
-    def check(self) -> None:
-        """Raise TaskError if one of them is not frozen any more."""
-        if problems := self.problems():
-            raise TaskError(problems, where="the model")
 
     def problems(self) -> list[Problem]:
         """Which of them are not frozen any more."""
@@ -97,12 +93,8 @@ class FrozenBatchNorms:
         attempt = "norm.eval() after each model.train(), or a train() of the model that keeps its norms frozen"
         return [Problem(got, need, attempt)]
 
-    def call_text(self, *, in_training: bool) -> str:
-        """Nothing: ranks run their forwards by themselves."""
-        return ""
 
-
-class SyncBatchNorms:
+class SyncBatchNorms(NormWatch):
     """Batch normalizations whose statistics are of all ranks: they must be in the same modes on all ranks.
 
     Other pipeline stages have the modules `elsewhere`: there, this rank has no running statistics.
@@ -110,12 +102,6 @@ class SyncBatchNorms:
 
     def __init__(self, model: nn.Module, elsewhere: Sequence[str] = ()) -> None:
         self._model, self._elsewhere = model, elsewhere
-
-    def check(self) -> None:
-        pass
-
-    def problems(self) -> list[Problem]:
-        return []
 
     def call_text(self, *, in_training: bool) -> str:
         """In an evaluation only norms without running statistics need other ranks."""
@@ -157,65 +143,40 @@ class BatchNormCall(NamedTuple):
 Handler = Callable[[BatchNormCall], Tensor]
 
 
-class BatchStatistics(Protocol):
-    """How the forwards and backwards of one rank take batch statistics."""
+class BatchStatistics:
+    """How the forwards and backwards of one rank take batch statistics: by itself, so it needs no other."""
 
     def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
         """Within, the model runs forward with all ranks."""
-        ...
+        return contextlib.nullcontext()
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Within, the backward of that forward runs."""
-        ...
+        return contextlib.nullcontext()
 
     def in_dry_run(self) -> AbstractContextManager[None]:
         """Within, this rank tries the model by itself."""
-        ...
+        return contextlib.nullcontext()
 
     def needs_empty_ranks(self) -> bool:
         """Whether a rank without samples must run forward and backward with the others."""
-        ...
+        return False
 
     def run_empty(self, model: nn.Module, objective: Objective) -> Tensor | None:
         """The forward of a rank without samples. Returns a loss for `in_backward`, if other ranks need its backward."""
-        ...
+        objective.dummy_forward(model)
+        return None
 
     def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
         """The same in an evaluation."""
-        ...
 
     def evaluates_together(self) -> bool:
         """Whether ranks need each other in an evaluation, in the present modes of their norms."""
-        ...
-
-
-class OwnStatistics:
-    """See `BatchStatistics`: a rank needs no other."""
-
-    def in_forward(self, *, has_samples: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def in_backward(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def in_dry_run(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def needs_empty_ranks(self) -> bool:
-        return False
-
-    def run_empty(self, model: nn.Module, objective: Objective) -> None:
-        objective.dummy_forward(model)
-
-    def evaluate_empty(self, model: nn.Module, objective: Objective) -> None:
-        pass
-
-    def evaluates_together(self) -> bool:
         return False
 
 
-class SyncedStatistics:
-    """See `BatchStatistics`: the ranks of `exchange` run each forward together."""
+class SyncedStatistics(BatchStatistics):
+    """The ranks of `exchange` run each forward together."""
 
     def __init__(
         self,

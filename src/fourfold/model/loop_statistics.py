@@ -7,7 +7,7 @@ state_dict and its copies are as the user made them; only its norms have a `forw
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,51 +19,27 @@ from fourfold.torch_kit.torch_private import BatchNormBase
 from fourfold.words.errors import Problem, TaskError, TrainingError
 
 
-class LoopStatistics(Protocol):
-    """How the norms of a model take batch statistics while the user's loop calls it."""
+class LoopStatistics:
+    """How the norms of a model take batch statistics while the user's loop calls it: here a rank needs no other."""
 
     def begin(self) -> None:
         """From now on the norms take them so."""
-        ...
 
     def end_backward(self) -> None:
         """A backward that reduces has ended on this rank. Raises DivergenceError if another rank is elsewhere."""
-        ...
 
     def check(self) -> None:
         """Raise TaskError if a norm of the model takes them otherwise."""
-        ...
 
     def check_join(self) -> None:
         """Raise TrainingError if ranks cannot have different numbers of batches."""
-        ...
 
     def remove(self) -> None:
         """From now on the norms are as the user made them."""
-        ...
 
 
-class OwnInLoop:
-    """See `LoopStatistics`: a rank needs no other."""
-
-    def begin(self) -> None:
-        pass
-
-    def end_backward(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def check_join(self) -> None:
-        pass
-
-    def remove(self) -> None:
-        pass
-
-
-class SyncedInLoop:
-    """See `LoopStatistics`: the ranks of `exchange` call each norm together."""
+class SyncedInLoop(LoopStatistics):
+    """The ranks of `exchange` call each norm together."""
 
     def __init__(self, model: nn.Module, exchange: StatisticsExchange) -> None:
         self._model, self._exchange = model, exchange

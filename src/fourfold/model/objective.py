@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,37 +31,16 @@ from fourfold.words.errors import Problem, TaskError
 # ---- loss functions -------------------------------------------------------------------------------------------------
 
 
-class LossFunction(Protocol):
-    """What computes a loss."""
+class LossFunction:
+    """What computes a loss: here the model, which returns it among its outputs."""
 
-    is_of_model: bool
+    is_of_model = True
     """Whether the model computes its loss itself, in its forward."""
-    is_compiled: bool
+    is_compiled = False
     """Whether the function is compiled. It is then not observed: under a mode it would run uncompiled."""
 
     def __call__(self, outputs: Any, part: Microbatch) -> Any:
         """The loss of a microbatch. Raises TaskError for targets that are missing, or not used."""
-        ...
-
-    def modules(self, model: nn.Module) -> nn.ModuleList:
-        """The modules that the function is, or holds as a method, a partial or a closure; not the model's."""
-        ...
-
-    def objects(self) -> list[Any]:
-        """The function, and what it holds."""
-        ...
-
-    def with_new_graph(self, outputs: Any) -> Any:
-        """The outputs, as the start of a graph of what the function computes of them."""
-        ...
-
-
-class ModelLoss:
-    """The loss is among the model's outputs."""
-
-    is_of_model, is_compiled = True, False
-
-    def __call__(self, outputs: Any, part: Microbatch) -> Any:
         if part.targets is not None:
             got = "a batch (inputs, targets), and loss = None"
             need = "inputs only, as a dict with the labels among them: the model returns the loss"
@@ -69,16 +48,19 @@ class ModelLoss:
         return model_loss(outputs, part.inputs)
 
     def modules(self, model: nn.Module) -> nn.ModuleList:
+        """The modules that the function is, or holds as a method, a partial or a closure; not the model's."""
         return nn.ModuleList()
 
     def objects(self) -> list[Any]:
+        """The function, and what it holds."""
         return []
 
     def with_new_graph(self, outputs: Any) -> Any:
+        """The outputs, as the start of a graph of what the function computes of them."""
         return outputs
 
 
-class UserLoss:
+class UserLoss(LossFunction):
     """A function loss(outputs, targets)."""
 
     is_of_model = False
@@ -157,7 +139,7 @@ class Objective:
 
     def __init__(self, loss: LossFunction, *, is_batch_split: bool) -> None:
         """`is_batch_split`: the parts of a batch must add up."""
-        self._loss = loss
+        self.function = loss
         self._around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.is_shape_1_scalar: bool | None = None
         """Whether a loss of shape [1] is a scalar loss; None: not known yet."""
@@ -181,27 +163,10 @@ class Objective:
         self.dummy_batch: Microbatch | None = None
         """A sample for the forward of a rank without samples, if forward changes buffers; else None."""
 
-    def loss_modules(self, model: nn.Module) -> nn.ModuleList:
-        """The modules that the loss function is, or holds as a method, a partial or a closure; not the model's."""
-        return self._loss.modules(model)
-
-    def loss_objects(self) -> list[Any]:
-        """The loss function and what it holds; none if the model computes its loss."""
-        return self._loss.objects()
-
     @property
     def loss_names(self) -> str:
         """The loss functions that the last scalar loss was made of."""
         return ", ".join(dict.fromkeys(self._loss_names)) or "a hand-written mean"
-
-    @property
-    def is_model_loss(self) -> bool:
-        return self._loss.is_of_model
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the loss function is compiled. It is then not observed: under a mode it would run uncompiled."""
-        return self._loss.is_compiled
 
     def forward(self, model: nn.Module, part: Microbatch) -> StageOutput:
         """The model's outputs for a microbatch that is not empty."""
@@ -214,7 +179,7 @@ class Objective:
 
     def loss(self, output: StageOutput, part: Microbatch) -> ForwardResult:
         """The loss of a microbatch's outputs. Raises TaskError if there is no loss."""
-        with contextlib.nullcontext([]) if self.is_compiled else observing() as calls:
+        with contextlib.nullcontext([]) if self.function.is_compiled else observing() as calls:
             value = self.raw_loss(output.outputs, part)
         if self.has_scalar is False and isinstance(value, Tensor) and value.dim() == 0 and torch.is_grad_enabled():
             raise TaskError(other_form_problem(), where="the loss")
@@ -233,7 +198,7 @@ class Objective:
             self._has_calls_in_forward |= bool(calls)
             # As in a step, a loss may differentiate outputs with respect to each other.
             if not torch.is_grad_enabled():
-                outputs = self._loss.with_new_graph(outputs)
+                outputs = self.function.with_new_graph(outputs)
             with torch.enable_grad():
                 value = self.raw_loss(outputs, part)
         derivatives = _derivatives(value, calls)
@@ -243,7 +208,7 @@ class Objective:
 
     def loss_of_outputs(self, outputs: Any, part: Microbatch) -> ForwardResult:
         """The loss of outputs that no forward has made, such as those of a few samples of a batch, with its graph."""
-        outputs = self._loss.with_new_graph(outputs)
+        outputs = self.function.with_new_graph(outputs)
         with torch.enable_grad(), observing() as calls:
             value = self.raw_loss(outputs, part)
         return self._make_result(outputs, value, calls, part)
@@ -260,7 +225,7 @@ class Objective:
     def raw_loss(self, outputs: Any, part: Microbatch) -> Any:
         """What the loss function returns."""
         with self._around_loss():
-            return self._loss(outputs, part)
+            return self.function(outputs, part)
 
     @contextlib.contextmanager
     def calling_loss_within(self, around: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
@@ -273,7 +238,7 @@ class Objective:
 
     def force_eager(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Inside, compiled code runs uncompiled: a few forwards are not worth a compilation."""
-        compiled = self.is_compiled or any(map(is_compiled, model.modules()))
+        compiled = self.function.is_compiled or any(map(is_compiled, model.modules()))
         # Only if something is compiled: set_stance imports the compiler, which takes 1.25 s.
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
@@ -288,7 +253,7 @@ class Objective:
         if self.dummy_batch is None:
             return None
         with without_randomness(next(tree_leaves(self.dummy_batch.inputs)).device):
-            value = self._loss(call_model(model, self.dummy_batch.inputs), self.dummy_batch)
+            value = self.function(call_model(model, self.dummy_batch.inputs), self.dummy_batch)
         return sum_loss(value, self.dummy_batch.num_samples).total
 
     def _make_result(self, outputs: Any, value: Any, calls: Sequence[LossCall], part: Microbatch) -> ForwardResult:

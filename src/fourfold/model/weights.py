@@ -13,14 +13,14 @@ Law: a meta model has the same specs as the model itself.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
-from fourfold.axes.data.work.weight_edits import WeightEdits
+from fourfold.axes.data.work.weight_edits import TrainedEdits
 from fourfold.axes.data.work.weight_storage import NO_SHARDS, WeightStorage, param_specs
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
 from fourfold.comm.communicator import Communicator
@@ -110,14 +110,6 @@ def _refuse_call(layer: nn.Module, args: Any) -> None:
     raise TaskError(Problem(got, need, attempt), where="edit()")
 
 
-class PreciseWeights(Protocol):
-    """Weights that training continues from: those in the storage, or master weights."""
-
-    layout: RankLayout
-
-    def local_shard(self, name: str) -> Tensor: ...
-
-
 class Weights:
     """The weights of a step. Making it broadcasts the first rank's. Collective."""
 
@@ -126,14 +118,14 @@ class Weights:
         model: nn.Module,
         storage: WeightStorage,
         master_weights: MasterWeights,
-        edits: WeightEdits,
+        edits: TrainedEdits,
         data_ranks: Communicator,
         whole_tensors: WholeTensors,
     ) -> None:
         self.model, self.trainable = model, trainable_parameters(model)
         self.storage, self.master_weights, self.edits, self._data_ranks = storage, master_weights, edits, data_ranks
         self.whole_tensors = whole_tensors
-        self._precise: dict[str, PreciseWeights] = dict.fromkeys(self.trainable, storage)
+        self._precise: dict[str, WeightStorage | MasterWeights] = dict.fromkeys(self.trainable, storage)
         self._precise |= dict.fromkeys(master_weights.param_names, master_weights)
         self._trained_ids = {id(p) for p in self.trainable.values()}
         storage.broadcast()

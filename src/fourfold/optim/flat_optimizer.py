@@ -19,7 +19,8 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.comm.memory_order import flat_of
 from fourfold.comm.reduce.protocol import BucketSlice, GradReducer
 from fourfold.optim.lars_lamb import (
-    LayerwiseOptimizer,
+    LAMB,
+    LARS,
     PendingLayerwiseUpdate,
     Ranges,
     begin_update,
@@ -248,7 +249,7 @@ class FlatOptimizer:
         total = torch.zeros(len(self._buckets[bucket].slots), 2, dtype=torch.float64, device=device)
         for run in self._prepared_updates(bucket, used, factor, gradient):
             indices = [each.slot_index for each in run.slices if each.slot_index is not None]
-            layerwise, counted = cast(LayerwiseOptimizer, run.optimizer), self._counted_ranges(bucket, run)
+            layerwise, counted = cast("LARS | LAMB", run.optimizer), self._counted_ranges(bucket, run)
             pending.append(begin_update(layerwise, indices, num_parameters=len(total), counted=counted))
             total += pending[-1].squared_norms.to(device)
         return total

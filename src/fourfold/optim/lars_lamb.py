@@ -9,7 +9,7 @@ Sources: LARS, You, Gitman, Ginsburg 2017 (arXiv 1708.03888), eq. 6 and algorith
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,29 +23,10 @@ ParamGroup = dict[str, Any]
 Ranges = Sequence[tuple[int, int]]
 
 
-class LayerwiseOptimizer(Protocol):
-    """The parts of an optimizer with a trust ratio."""
-
-    param_groups: list[ParamGroup]
-    state: Any
-
-    def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
-        """What the weight's norm is compared with. Advances the state. Never the weight tensor itself."""
-        ...
-
-    def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
-        """The trust ratio of a parameter with these norms, both above 0."""
-        ...
-
-    def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
-        """Change the weight. `direction` may be overwritten, unless it is the gradient."""
-        ...
-
-
 class PendingLayerwiseUpdate(NamedTuple):
     """An update that waits for its norms."""
 
-    optimizer: LayerwiseOptimizer
+    optimizer: "LARS | LAMB"
     param_updates: Sequence[tuple[Tensor, Tensor, int, ParamGroup]]
     """Weight, direction, index of the parameter that they are part of, group."""
     squared_norms: Tensor
@@ -53,7 +34,7 @@ class PendingLayerwiseUpdate(NamedTuple):
 
 
 def begin_update(
-    optimizer: LayerwiseOptimizer,
+    optimizer: "LARS | LAMB",
     param_indices: Sequence[int],
     *,
     num_parameters: int,
@@ -152,17 +133,20 @@ class LARS(Optimizer):
         return _step(self, closure)
 
     def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
-        """The gradient: the paper takes its norm before weight decay is added."""
+        """What the weight's norm is compared with: the gradient, as the paper takes its norm before weight decay is
+        added. Advances the state. Never the weight tensor itself.
+        """
         assert weight.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         return weight.grad
 
     def trust_ratio(self, weight_norm: Tensor, norm: Tensor, group: ParamGroup) -> Tensor:
-        """λ."""
+        """λ of a parameter with these norms, both above 0."""
         return group["trust"] * weight_norm / (norm + group["weight_decay"] * weight_norm + group["eps"])
 
     def apply_update(self, weight: Tensor, direction: Tensor, ratio: Tensor, group: ParamGroup) -> None:
+        """Change the weight. `direction` may be overwritten, unless it is the gradient."""
         buffer = self.state[weight]["momentum_buffer"].mul_(group["momentum"])
         step = direction.add(weight, alpha=group["weight_decay"])
         weight.sub_(buffer.add_(step.mul_(ratio * group["lr"])))

@@ -34,15 +34,6 @@ class MasterShard(NamedTuple):
         return self.flat[start - self.start : stop - self.start]
 
 
-class MasterWeightPolicy(NamedTuple):
-    """Which master weights there are."""
-
-    precision: str = "keep"
-    """The plan's."""
-    offload_device: torch.device | None = None
-    """Device of offloaded master weights and of the update; None = no offload."""
-
-
 def offload_device(offload: str, device: torch.device) -> torch.device | None:
     """The device that optimizer states are offloaded to; None if they stay on `device`, or are on the host anyway."""
     return torch.device("cpu") if offload == "states" and device.type != "cpu" else None
@@ -56,15 +47,18 @@ class MasterWeights:
         parameters: Mapping[str, Tensor],
         buckets: Sequence[Bucket],
         layout: RankLayout,
-        policy: MasterWeightPolicy,
+        precision: str,
+        offloaded_to: torch.device | None,
     ) -> None:
         """`parameters` are as the user made them: in their own dtypes, not in the buckets yet.
 
-        `layout`: of the elements that this rank updates.
+        layout        of the elements that this rank updates
+        precision     the plan's
+        offloaded_to  device of offloaded master weights and of the update; None: no offload
         """
         self._parameters, self._buckets, self.layout = parameters, buckets, layout
         self.by_bucket = [
-            _allocate([parameters[slot.name] for slot in bucket.slots], bucket, bucket_range, policy)
+            _allocate([parameters[slot.name] for slot in bucket.slots], bucket, bucket_range, precision, offloaded_to)
             for bucket, bucket_range in zip(buckets, layout.bucket_ranges, strict=True)
         ]
         self._parts: dict[str, Tensor] = {}
@@ -116,16 +110,20 @@ class MasterWeights:
 
 
 def _allocate(
-    members: Sequence[Tensor], bucket: Bucket, bucket_range: tuple[int, int], policy: MasterWeightPolicy
+    members: Sequence[Tensor],
+    bucket: Bucket,
+    bucket_range: tuple[int, int],
+    precision: str,
+    offloaded_to: torch.device | None,
 ) -> MasterShard | None:
     """Memory for the master weights of a range of a bucket, if there are to be any. `members`: the parameters."""
     start, stop = bucket_range
-    widens = has_master_weights(bucket, policy.precision)
-    if not widens and policy.offload_device is None:
+    widens = has_master_weights(bucket, precision)
+    if not widens and offloaded_to is None:
         return None
     least = torch.float32 if widens else members[0].dtype
     dtype = functools.reduce(torch.promote_types, (p.dtype for p in members), least)
     device = members[0].device
-    if policy.offload_device is not None and device.type == "cuda":
+    if offloaded_to is not None and device.type == "cuda":
         return MasterShard(start, memory.allocate_pinned(stop - start, dtype))
-    return MasterShard(start, memory.allocate_private(stop - start, dtype, policy.offload_device or device))
+    return MasterShard(start, memory.allocate_private(stop - start, dtype, offloaded_to or device))

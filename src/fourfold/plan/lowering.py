@@ -13,12 +13,13 @@ from functools import cached_property
 
 from fourfold.axes.data.rules.buckets import Bucket, effective_bucket_bytes, make_buckets
 from fourfold.axes.data.rules.step_program import DataStepSpec, StepSync, lower_evaluation, lower_step, lower_undrained
-from fourfold.axes.data.rules.transport_request import TransportRequest, request_transport
 from fourfold.axes.data.rules.zero import (
     RESTING_LAYOUTS,
     RestingLayouts,
     ShardGroups,
+    TransportRequest,
     layout_changes,
+    request_transport,
     step_sent_bytes,
 )
 from fourfold.axes.pipeline.rules.edges import add_nominal_count, add_sends

@@ -35,7 +35,7 @@ def count_problem(model: nn.Module, objective: Objective, forward: Callable[[], 
 
 def _numbers(model: nn.Module, objective: Objective) -> dict[str, float]:
     """The numbers among the attributes of all modules, and of the loss, by name."""
-    holders: list[tuple[str, Any]] = [*model.named_modules(), *(("", each) for each in objective.loss_objects())]
+    holders: list[tuple[str, Any]] = [*model.named_modules(), *(("", each) for each in objective.function.objects())]
     return {
         f"{path}.{name} of {type(holder).__name__}".removeprefix("."): value
         for path, holder in holders

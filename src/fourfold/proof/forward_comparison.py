@@ -310,7 +310,7 @@ class ForwardComparison:
             if is_loss_compared:
                 loss = {"loss": self._compare_losses(batch, full, parts)._replace(broadcast=_broadcast_shapes(full))}
             problems += self._count_problems(batch, *loss.values())
-        if self._is_scalar(full) and self._objective.is_compiled:
+        if self._is_scalar(full) and self._objective.function.is_compiled:
             problems.append(
                 compiled_problem("a compiled scalar loss", self._split.num_parts, "the loss without torch.compile")
             )
@@ -366,7 +366,7 @@ class ForwardComparison:
 
     def _forward(self, batch: Any, *, num_forwards: int = 1) -> DryRunForward:
         part = Microbatch(*unpack_batch(batch), num_samples(batch), 0)
-        modules, check = self._objective.loss_modules(self._model), self._weight_check
+        modules, check = self._objective.function.modules(self._model), self._weight_check
         # With autograd on, as in a step: a model may differentiate within forward.
         with (
             preserve_state(modules) as loss_state,
@@ -452,9 +452,9 @@ class ForwardComparison:
             return given._replace(outputs=hidden(given.outputs))
 
         part, means = full.part, [call.name for call in result.calls]
-        modules = self._objective.loss_modules(self._model)
+        modules = self._objective.function.modules(self._model)
         with self._objective.trying(), preserve_module(modules), preserve_state(modules):
-            if not self._objective.is_model_loss:
+            if not self._objective.function.is_of_model:
                 probed = probe_loss(
                     compute, result._replace(outputs=hidden(result.outputs)), part.targets, part.num_samples
                 )

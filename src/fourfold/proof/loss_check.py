@@ -233,7 +233,7 @@ class LossCheck:
         self._model, self._objective, self._config, self._device = model, objective, config, device
         self._param_copies = copy_parameters(model, config)
         copies = {id(p): self._param_copies[name] for name, p in model.named_parameters()}
-        self._loss_modules = objective.loss_modules(model)
+        self._loss_modules = objective.function.modules(model)
         # A loss that holds the model shares its copies. Other parameters of the loss are not trained.
         self._loss_param_copies = copy_parameters(self._loss_modules, config._replace(weights="own"), copies)
         self._copy_by_id = copies | {
@@ -365,7 +365,7 @@ def check_loss(
         return CheckResult(None, None, "a second copy of weights and gradients does not fit into memory")
     for config in LOSS_CHECKS if memory_fit.fits_float64 else LOSS_CHECKS[-1:]:
         try:
-            with preserve_module(model), preserve_module(objective.loss_modules(model)):
+            with preserve_module(model), preserve_module(objective.function.modules(model)):
                 problem, is_scale_dependent = _run_check(model, objective, config, full, parts, device)
             fallback_reason = "; ".join(where + cause for where, cause in reasons)
             return CheckResult(problem, str(config), fallback_reason, is_scale_dependent)

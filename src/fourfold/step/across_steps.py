@@ -10,9 +10,8 @@ Nothing here waits for all stages: a stage goes on as soon as its neighbours hav
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -22,22 +21,11 @@ from fourfold.axes.pipeline.work.weight_versions import WeightVersions
 from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.step_state import StepParts, StepState
-from fourfold.step.update_timing import UPDATE_AFTER, begin_gradients, end_stages
-from fourfold.step.verbs import VERBS, VerbFunction
+from fourfold.step.update_timing import UPDATE_AFTER, UpdateTiming, begin_gradients, end_stages
+from fourfold.step.verbs import VERBS
 from fourfold.words.program import LOSS, Action, Verb
 
 BACKWARD_PHASE = (Verb.RECEIVE_BACKWARD, Verb.BACKWARD, Verb.SEND_BACKWARD, Verb.REDUCE, Verb.UPDATE)
-
-
-class InFlightCounts(NamedTuple):
-    """What the schedule says of a stage.
-
-    microbatches  in flight between steps
-    lag           of the first stage, in batches
-    """
-
-    microbatches: int
-    lag: int
 
 
 @dataclass
@@ -49,20 +37,26 @@ class _Batch:
     num_updated: int = 0
 
 
-class AcrossSteps:
-    """See `UpdateTiming`. The first step is drained: it learns the launch orders and the nominal count."""
+class AcrossSteps(UpdateTiming):
+    """The steps of an asynchronous schedule. The first one is drained: it learns the launch orders and the nominal
+    count.
+    """
 
     def __init__(
         self,
         parts: StepParts,
         programs: StepPrograms,
         versions: WeightVersions,
-        counts: InFlightCounts,
         channels: Sequence[ScalarReducer],
+        spec: PipelineSpec,
+        stage: int,
     ) -> None:
-        """`channels`: of all ranks, one for each batch whose totals some rank may still wait for."""
-        self._parts, self._programs, self._versions = parts, programs, versions
-        self._counts, self._channels = counts, channels
+        """`channels`: of all ranks, as many as `num_channels` says. `stage`: this rank's."""
+        self._parts, self._programs, self._versions, self._channels = parts, programs, versions, channels
+        self._num_in_flight = warm_up(spec, stage)
+        """Microbatches between steps."""
+        self._lag = batches_in_flight(spec)
+        """Of the first stage, in batches."""
         self._num_batches = self._num_sums = 0
         self._batches: list[_Batch] = []
         """Since the last drain; those that no rank asks for any more are dropped."""
@@ -71,15 +65,8 @@ class AcrossSteps:
         """The batch of the last backward; None: that was one of a batch before the last drain."""
         self._is_draining = False
         self._last_ended: StepState | None = None
-        self._across: Mapping[Verb, VerbFunction] = {
-            **VERBS,
-            Verb.FORWARD: self._forward,
-            **dict.fromkeys(BACKWARD_PHASE, self._run_behind),
-        }
-
-    @property
-    def verbs(self) -> Mapping[Verb, VerbFunction]:
-        return self._across if self._programs.has_record else UPDATE_AFTER
+        super().__init__(UPDATE_AFTER)
+        self._across = {**VERBS, Verb.FORWARD: self._forward, **dict.fromkeys(BACKWARD_PHASE, self._run_behind)}
 
     # ---- a step -----------------------------------------------------------------------------------------
 
@@ -88,6 +75,7 @@ class AcrossSteps:
             begin_gradients(step.parts)
             self._last_ended = step
             return
+        self.verbs = self._across
         step.parts = step.parts._replace(scalars=self._channels[self._num_sums % len(self._channels)])
         self._batches.append(_Batch(step, self._num_batches))
         self._num_batches += 1
@@ -99,7 +87,7 @@ class AcrossSteps:
 
     def newest_ended(self, step: StepState) -> StepState:
         """The newest batch that has ended on all stages; its own where a run continues and none has ended here yet."""
-        wanted = self._num_batches - 1 - self._counts.lag
+        wanted = self._num_batches - 1 - self._lag
         found = next((each for each in self._batches if each.number == wanted), None)
         if found is not None:
             self._last_ended = found.step
@@ -117,7 +105,7 @@ class AcrossSteps:
     def _run_behind(self, _: StepState, action: Action) -> None:
         """An action of the backward of the oldest microbatch in flight, if the pipeline is filled."""
         if action.verb in (Verb.RECEIVE_BACKWARD, Verb.BACKWARD):
-            is_due = self._is_draining or len(self._in_flight) > self._counts.microbatches
+            is_due = self._is_draining or len(self._in_flight) > self._num_in_flight
             self._current = self._in_flight[0][0] if is_due and self._in_flight else None
         if self._current is None:
             return
@@ -182,19 +170,6 @@ class AcrossSteps:
     @property
     def has_pending(self) -> bool:
         return bool(self._batches)
-
-
-def make_across_steps(
-    parts: StepParts,
-    programs: StepPrograms,
-    versions: WeightVersions,
-    channels: Sequence[ScalarReducer],
-    spec: PipelineSpec,
-    stage: int,
-) -> AcrossSteps:
-    """The steps of an asynchronous schedule. `channels`: as many as `num_channels` says; `stage`: this rank's."""
-    counts = InFlightCounts(warm_up(spec, stage), batches_in_flight(spec))
-    return AcrossSteps(parts, programs, versions, counts, channels)
 
 
 def num_channels(spec: PipelineSpec) -> int:

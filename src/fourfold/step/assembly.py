@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from fourfold.axes.context.attach import axis as context
 from fourfold.axes.data.attach import check as data
-from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.pipeline.attach import check as pipeline
 from fourfold.axes.pipeline.attach.axis import PipelineAxis, take_first_ranks_weights
 from fourfold.axes.pipeline.attach.check import PipelineCheck
@@ -27,16 +26,15 @@ from fourfold.axes.tensor.attach import check as tensor
 from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.work.split_region import SplitRegion
 from fourfold.comm import transports
-from fourfold.comm.codec.protocol import Codec
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import Compression
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.comm.tensor_group import MessageTensorGroup
-from fourfold.model.batch_statistics import BatchStatistics, OwnStatistics, SyncedStatistics, batch_norms, make_exchange
-from fourfold.model.objective import ModelLoss, Objective, UserLoss
+from fourfold.model.batch_statistics import BatchStatistics, SyncedStatistics, batch_norms, make_exchange
+from fourfold.model.objective import LossFunction, Objective, UserLoss
 from fourfold.model.rank_dropout import DrawSlices, SplitDropout
-from fourfold.model.weights import Weights
+from fourfold.model.weights import Weights, update_spec
 from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import step_hook_conflicts
@@ -47,9 +45,9 @@ from fourfold.proof.checks import Check, Proof
 from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import build_digest, check_same_optimizer
 from fourfold.proof.digests.weights import DriftChecker
-from fourfold.step.across_steps import make_across_steps, num_channels
+from fourfold.step.across_steps import AcrossSteps, num_channels
 from fourfold.step.argument_checks import StepOptions
-from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount, LossDivision
+from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCount
 from fourfold.step.model_checks import (
     OptimizerWatch,
     check_model_loss,
@@ -59,19 +57,17 @@ from fourfold.step.model_checks import (
     refuse_own_state_dict,
     watch_norms,
 )
-from fourfold.step.model_layout import laid_out_specs, whole_specs
+from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.recomputed_blocks import RecomputedBlocks, recomputed_blocks
 from fourfold.step.stage import make_chunks
 from fourfold.step.stage_assembly import StageAssembly, Trained, lay_out, make_stage
-from fourfold.step.step_checks import CollectiveCalls, NanGuard, StepChecks
+from fourfold.step.step_checks import CollectiveCalls, NanGuard, SkippingNanGuard, StepChecks
 from fourfold.step.step_programs import StepPrograms
 from fourfold.step.step_state import COUNTED_BY_EACH_RANK, TOTALS, StepParts
 from fourfold.step.update_timing import (
     UPDATE_AFTER,
     UPDATE_IN_BACKWARD,
-    FusedUpdates,
-    ImmediateUpdates,
     UpdateInForward,
     UpdateTiming,
 )
@@ -95,9 +91,7 @@ class Assembly(NamedTuple):
     batches: BatchLayout
     proof: Proof
     state: PersistentState
-    codecs: Sequence[Codec]
     optimizer: Optimizer
-    buckets: Sequence[Bucket]
     transport_name: str
     tensor: TensorAxis
     pipeline: PipelineAxis
@@ -142,9 +136,9 @@ def assemble(
     model = initial.model
     optimizer = _take_optimizer(optimizer_source, model, plan, options, world)
     specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
-    whole = whole_specs(model, optimizer, specs, options.clip)
+    update = update_spec(model, optimizer, clip=options.clip)
     axes = _attach(_make_rank(initial, optimizer, loss, plan, world, options))
-    trained = lay_out(model, optimizer, plan, world, whole)
+    trained = lay_out(model, optimizer, plan, world, specs, update)
     channel = transports.make_world_channel(world, trained.blueprint.topology, plan.transport, axes.rank.meter)
     axes = axes._replace(rank=axes.rank._replace(statistics=_make_statistics(axes.rank, axes.pipeline)))
     rank = axes.rank
@@ -156,7 +150,7 @@ def assemble(
     parts = _make_parts(axes, stage, channel.scalars, options.clip)
     calls = CollectiveCalls(world, TensorCalls(channel.calls, axes.tensor.group, axes.tensor.ranks))
     batches = axes.lay_out(calls.checker)
-    preserved = nn.ModuleList([model, rank.skeleton, rank.objective.loss_modules(model)])
+    preserved = nn.ModuleList([model, rank.skeleton, rank.objective.function.modules(model)])
     key = functools.partial(build_digest, model, plan, options.compared(shares_samples=False), loss)
     weights = stage.parts.weights
     return Assembly(
@@ -169,10 +163,8 @@ def assemble(
         batches=batches,
         proof=Proof(axes.checks(weights), world, preserved, weights.unsharded, key),
         state=stage.state,
-        codecs=stage.codecs,
         optimizer=optimizer,
-        buckets=stage.trained.buckets,
-        transport_name=axes.describe_transports(stage.transport_name),
+        transport_name=axes.describe_transports(stage.parts.transport_name),
         tensor=axes.tensor,
         pipeline=axes.pipeline,
         pipeline_check=axes.pipeline_check,
@@ -189,7 +181,7 @@ def _make_rank(
 ) -> Rank:
     """A rank that is attached on no axis yet; it reads the weights of the first stage's rank. Collective."""
     meter, is_batch_split = CommMeter(), plan.batch_split.num_parts > 1
-    objective = Objective(ModelLoss() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
+    objective = Objective(LossFunction() if loss is None else UserLoss(loss), is_batch_split=is_batch_split)
     return Rank(
         initial=take_first_ranks_weights(initial, world.along("pp")),
         optimizer=optimizer,
@@ -204,7 +196,7 @@ def _make_rank(
         draws=DrawSlices(plan.tp),
         split_tokens=SplitTokens(frozenset(), SplitRegion(MessageTensorGroup(meter, world.device))),
         skeleton=initial.model,
-        statistics=OwnStatistics(),
+        statistics=BatchStatistics(),
     )
 
 
@@ -226,10 +218,8 @@ def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip:
         scalars=scalars,
         meter=rank.meter,
         objective=rank.objective,
-        scope=stage.local.scope,
-        local_sgd=stage.local.local_sgd,
+        local=stage.state.local,
         division=_division(plan),
-        scaling=stage.scaling,
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
@@ -261,7 +251,7 @@ def _take_optimizer(
     return optimizer
 
 
-def _division(plan: Plan) -> LossDivision:
+def _division(plan: Plan) -> DividedByNominalCount:
     # A codec adds what it left out of a step to the next one: both are divided by the same count.
     is_counted = plan.batch_split.num_parts == 1 and plan.codec == "none"
     return DividedByOwnCount() if is_counted else DividedByNominalCount()
@@ -277,12 +267,12 @@ def _make_timing(parts: StepParts, trained: Trained, programs: StepPrograms, wor
             for _ in range(num_channels(spec))
         ]
         versions = WeightVersions(trained.parameters, missed)
-        return make_across_steps(parts, programs, versions, channels, spec, stage)
+        return AcrossSteps(parts, programs, versions, channels, spec, stage)
     if plan.update == "in_forward":
         stage = parts.stage
         in_place = [] if stage.gatherer.unshards_params else stage.parameters
-        return UpdateInForward(parts, FusedUpdates(stage, parts.meter, in_place))
-    return ImmediateUpdates(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
+        return UpdateInForward(parts, in_place)
+    return UpdateTiming(UPDATE_IN_BACKWARD if plan.update == "in_backward" else UPDATE_AFTER)
 
 
 def _make_checks(
@@ -292,7 +282,7 @@ def _make_checks(
     return StepChecks(
         calls,
         stage.parts.weights,
-        stage.local,
+        stage.state.local,
         optimizer_watch=OptimizerWatch(rank.optimizer, step_hook_conflicts(plan)),
         norms=watch_norms(rank.model, plan, elsewhere),
         duplicate_batches=DuplicateBatches(
@@ -301,12 +291,12 @@ def _make_checks(
             is_log_rank=world.rank == 0,
         ),
         drift_checker=DriftChecker(world, options.drift_check, with_frozen=not plan.batch_split.has_local_batch_norm),
-        nan_guard=NanGuard(world, rank.model, limit=options.skip_nan),
+        nan_guard=SkippingNanGuard(world, rank.model, options.skip_nan) if options.skip_nan else NanGuard(world),
     )
 
 
 def _make_statistics(rank: Rank, pipeline: PipelineAxis) -> BatchStatistics:
     if rank.plan.batch_norm != "sync" or not batch_norms(rank.model):
-        return OwnStatistics()
+        return BatchStatistics()
     exchange = make_exchange(rank.world, rank.meter, transport=rank.plan.transport)
     return SyncedStatistics(rank.model, exchange, skeleton=pipeline.skeleton, elsewhere=pipeline.elsewhere)

@@ -12,14 +12,14 @@ options, or all of them raise DivergenceError.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.axes.data.work.grad_buckets import GradBuckets
+from fourfold.axes.data.work.gradients import GradBuckets
 from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.comm import init, transports
 from fourfold.comm.broadcast_tree import broadcast_model, broadcast_tree
@@ -28,7 +28,7 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import spec_of_request
 from fourfold.comm.reduce.scalars import WorldChannel, divergence_error, with_options
 from fourfold.model.batch_statistics import batch_norms, make_exchange
-from fourfold.model.loop_statistics import LoopStatistics, OwnInLoop, SyncedInLoop
+from fourfold.model.loop_statistics import LoopStatistics, SyncedInLoop
 from fourfold.model.weights import trainable_parameters
 from fourfold.optim.option_tracker import OptionTracker
 from fourfold.optim.user_optimizer import OptimizerProxy, check_options
@@ -43,12 +43,10 @@ from fourfold.step import argument_checks
 from fourfold.step.grad_averager import AllUsed, GradAverager, MemoryFormats, UsedOnSomeRanks, shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_steps import (
-    ClosureLosses,
     MeanLosses,
     OptimizerSteps,
     OwnLosses,
     ReducedGrad,
-    StepCheck,
     UnreducedGrads,
     WrapperChecks,
     uses_loss,
@@ -66,18 +64,6 @@ from fourfold.words.program import LOSS
 ACTIVE_RANKS = LOSS
 
 
-class Rounds(Protocol):
-    """What ranks compare in a round, and what its sums are divided by."""
-
-    def begin_round(self, number: int) -> None:
-        """Round `number` of this rank begins, with a batch."""
-        ...
-
-    def finish_round(self) -> int:
-        """What the sums of this round are divided by. Collective. Raises DivergenceError if ranks differ."""
-        ...
-
-
 class EvenInputs:
     """Every rank has a batch in every round: all ranks are in the same round, with the same options."""
 
@@ -85,11 +71,13 @@ class EvenInputs:
         self._world, self._checks, self._steps, self._num_ranks = world, checks, steps, num_ranks
 
     def begin_round(self, number: int) -> None:
+        """Round `number` of this rank begins, with a batch."""
         loads = f" and {self._steps.num_loads} × load_state_dict" if self._steps.num_loads else ""
         call = f"backward {number} after {self._steps.num_steps} steps of the optimizer{loads}"
         self._world.calls.begin(with_options(call, self._checks.options.text()))
 
     def finish_round(self) -> int:
+        """What the sums of this round are divided by. Collective. Raises DivergenceError if ranks differ."""
         self._world.calls.check_same()
         # Here, within a backward, all ranks have taken the same number of steps.
         self._checks.compare_weights_if_due(self._steps.num_steps, self._steps.num_loads)
@@ -203,18 +191,17 @@ def make_averager(
 def make_statistics(model: nn.Module, plan: Plan, world: Communicator) -> LoopStatistics:
     """The statistics of the model's batch normalizations. Collective; `world` lies on the plan's mesh."""
     if plan.batch_norm != "sync" or not batch_norms(model):
-        return OwnInLoop()
+        return LoopStatistics()
     return SyncedInLoop(model, make_exchange(world, CommMeter(), transport=plan.transport))
 
 
 def make_steps(
-    optimizer: Optimizer, norms: Sequence[StepCheck], averager: GradAverager, unreduced: UnreducedGrads
+    optimizer: Optimizer, norms: Sequence[Callable[[], None]], averager: GradAverager, unreduced: UnreducedGrads
 ) -> OptimizerSteps:
     """The steps of the wrapped optimizer. The weights of one rank may change by any gradient."""
-    checks: list[StepCheck] = [*norms]
-    losses: ClosureLosses = OwnLosses()
+    checks, losses = [*norms], OwnLosses()
     if averager.num_ranks > 1:
-        checks.insert(0, unreduced)
+        checks.insert(0, unreduced.check)
         if uses_loss(optimizer):
             losses = MeanLosses(averager.world, averager.num_ranks, type(optimizer).__name__)
     return OptimizerSteps(optimizer, unreduced, checks, losses)
@@ -290,10 +277,10 @@ class DistributedOptimizer(OptimizerProxy):
         self._averager = make_averager(trainable, optimizer, plan, world)
         self._statistics = make_statistics(model, plan, world)
         self._unreduced = UnreducedGrads(self._averager.reduced_grads, self._averager.views, optimizer, model)
-        norms = [watch_norms(model, plan), self._statistics]
+        norms = [*(each.check for each in watch_norms(model, plan)), self._statistics.check]
         self._steps = make_steps(optimizer, norms, self._averager, self._unreduced)
         self._even = EvenInputs(self._averager.world, self._checks, self._steps, num_ranks=self._averager.num_ranks)
-        self._rounds: Rounds = self._even
+        self._rounds: EvenInputs | UnevenInputs = self._even
         self._claim_parameters(trainable)
         self._statistics.begin()  # after an earlier owner has given the norms back
         self._is_built = True

@@ -59,7 +59,7 @@ class Executor:
             raise TrainingError(Problem(got, "a new TrainStep")) from self._error
 
     def _begin(self, step: StepState) -> None:
-        step.parts.local_sgd.begin_step()
+        step.parts.local.sgd.begin_step()
         self._timing.begin_step(step)
 
     def _end(self, step: StepState) -> None:
@@ -69,7 +69,7 @@ class Executor:
         if step.bad_reason is None:
             step.parts.loss_scale.update(overflowed=step.overflowed)
         if step.has_pulled:
-            step.parts.local_sgd.finish_sync()
+            step.parts.local.sgd.finish_sync()
         step.stage.weights.edits.refresh_samples()
 
 

@@ -8,14 +8,12 @@ Law: a gradient has the memory format of its parameter, so that a fused update r
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fourfold.axes.data.work.grad_buckets import GradBuckets
-from fourfold.axes.data.work.gradients import Countdown, MeanSink, launch_all
+from fourfold.axes.data.work.gradients import Countdown, GradBuckets, MeanSink, launch_complete
 from fourfold.comm.reduce.protocol import DataTransport
 from fourfold.comm.reduce.scalars import ScalarReducer, WorldChannel
 from fourfold.step.optimizer_steps import ReducedGrad
@@ -82,21 +80,14 @@ def _describe_change(before: _MemoryFormat, now: _MemoryFormat) -> str:
 # ---- gradient averager ----------------------------------------------------------------------------------------------
 
 
-class UsedParams(Protocol):
-    """Which parameters have a gradient."""
-
-    def num_ranks_with_grad(self) -> Sequence[float]:
-        """By parameter: on how many ranks it has one in this round. Collective, if ranks may differ."""
-        ...
-
-
 class AllUsed:
-    """Each parameter has a gradient on every rank, or the round has raised: each counts as one."""
+    """Which parameters have a gradient: each on every rank, or the round has raised; each counts as one."""
 
     def __init__(self, num_params: int) -> None:
         self._ones = [1.0] * num_params
 
     def num_ranks_with_grad(self) -> Sequence[float]:
+        """By parameter: on how many ranks it has one in this round. Collective, if ranks may differ."""
         return self._ones
 
 
@@ -120,13 +111,13 @@ class GradAverager:
         transport: DataTransport,
         gradients: GradBuckets,
         reduced_grads: Sequence[ReducedGrad],
-        used: UsedParams,
+        used: AllUsed | UsedOnSomeRanks,
         memory_formats: MemoryFormats,
     ) -> None:
         """`reduced_grads`: by bucket and slot."""
         self.world, self._transport, self._reducer = world, transport, transport.grads
         self._gradients, self._used, self._memory_formats = gradients, used, memory_formats
-        self._hooks, self._sink = GradHooks(gradients.slots.parameters), MeanSink(gradients)
+        self._hooks, self._sink = GradHooks(gradients.parameters), MeanSink(gradients)
         self.begin_next_round()
         self.listen()
         self.num_buckets = len(transport.grads.grad_buffers)
@@ -171,7 +162,8 @@ class GradAverager:
 
     def launch_all(self) -> None:
         """Launch all remaining buckets; slots without a gradient are zero."""
-        launch_all(self._gradients, 1.0)
+        self._gradients.countdown.complete(range(self.num_buckets))
+        launch_complete(self._gradients, 1.0)
 
     def average(self, divisor: int) -> Sequence[float]:
         """Fill the slots with the sums over all ranks, divided by `divisor`. Collective; waits for the reductions.

@@ -10,14 +10,14 @@ Law: where a batch is one part on one rank, gradients have in backward the size 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.axes.data.work.gradients import Gradients
 from fourfold.axes.data.work.local_sgd import LocalSGD
-from fourfold.axes.data.work.weight_edits import WeightEdits
+from fourfold.axes.data.work.weight_edits import TrainedEdits
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.reduce.protocol import GradReducer, shard_addend
 from fourfold.comm.reduce.scalars import ScalarReducer
@@ -28,39 +28,29 @@ from fourfold.words.program import LOSS, TRUST_NORMS
 # ---- rounds --------------------------------------------------------------------------------------------------------
 
 
-class GradRounds(Protocol):
-    """The rounds of a stage. Microbatches are numbered from 0; the last one may be empty on this rank."""
+class OneRound:
+    """The rounds of a stage: gradients are added up over the microbatches, and reduced once.
+
+    Microbatches are numbered from 0; the last one may be empty on this rank.
+    """
 
     def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
         """The backward of microbatch `index` begins, which gives gradients of these buckets.
 
         `last_nonempty` is the last microbatch with samples on this rank.
         """
-        ...
-
-    def ends_with(self, index: int, num_microbatches: int) -> bool:
-        """Whether a round ends with this microbatch."""
-        ...
-
-    def has_all_grads(self, index: int, num_microbatches: int) -> bool:
-        """Whether a bucket that is launched in this backward has all gradients of the step: it may be updated."""
-        ...
-
-
-class OneRound:
-    """Gradients are added up over the microbatches, and reduced once."""
-
-    def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
         gradients.countdown.is_last_backward = index == last_nonempty
 
     def ends_with(self, index: int, num_microbatches: int) -> bool:
+        """Whether a round ends with this microbatch."""
         return index == num_microbatches - 1
 
     def has_all_grads(self, index: int, num_microbatches: int) -> bool:
+        """Whether a bucket that is launched in this backward has all gradients of the step: it may be updated."""
         return True
 
 
-class RoundEveryBackward:
+class RoundEveryBackward(OneRound):
     """Gradients rest split: every backward is followed by reductions, which add to this rank's shard."""
 
     def begin_backward(self, gradients: Gradients, buckets: Sequence[int], index: int, last_nonempty: int) -> None:
@@ -77,31 +67,21 @@ class RoundEveryBackward:
 # ---- loss counts ---------------------------------------------------------------------------------------------------
 
 
-class LossDivision(Protocol):
-    """What backward divides losses by. `nominal`: the nominal count, once it is measured."""
-
-    def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
-        """What the backward of a microbatch begins with."""
-        ...
-
-    def divisor(self, nominal: float | None, count: float) -> float:
-        """What the gradients of a step were divided by, of which `count` elements are."""
-        ...
-
-
 class DividedByNominalCount:
-    """The count of the step is not known in backward."""
+    """What backward divides losses by: the nominal count, as the count of the step is not known in backward."""
 
     def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
+        """What the backward of a microbatch begins with. `nominal`: the nominal count, once it is measured."""
         assert nominal is not None
         return loss.total / nominal
 
     def divisor(self, nominal: float | None, count: float) -> float:
+        """What the gradients of a step were divided by, of which `count` elements are."""
         assert nominal is not None
         return nominal
 
 
-class DividedByOwnCount:
+class DividedByOwnCount(DividedByNominalCount):
     """A batch is one part, on one rank: its count is that of the step. Without elements the divisor is 1."""
 
     def mean_of(self, loss: Loss, nominal: float | None) -> Tensor:
@@ -116,53 +96,34 @@ class DividedByOwnCount:
 # ---- workers -------------------------------------------------------------------------------------------------------
 
 
-class GradScope(Protocol):
-    """Of whose samples a rank's gradient is."""
+class OfAllRanks:
+    """Of whose samples a rank's gradient is: all ranks are one worker, and sum their gradients in every step."""
 
     def loss_count(self, total: float, local: float | Tensor) -> float:
         """The loss elements of this rank's worker; `total`: of all ranks, `local`: of this one."""
-        ...
+        return total
 
     def is_count_ready(self, scalars: ScalarReducer) -> bool:
         """Whether the totals, which `scalars` sum, and `loss_count` are known without waiting for another rank."""
-        ...
+        return scalars.is_ready(LOSS)
 
     def nominal_count(self, total: float) -> float:
         """The nominal count, of the loss elements of all ranks."""
-        ...
+        return total
 
     def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
         """This rank's addend of the squared norm; `factor`: what the sums must still be multiplied by."""
-        ...
+        return own_squares
 
     def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
         """The norm of the gradient that this rank updates with, and the global norm, the same on all ranks. Collective
         with local steps.
         """
-        ...
-
-
-class OfAllRanks:
-    """All ranks are one worker: they sum their gradients in every step."""
-
-    def loss_count(self, total: float, local: float | Tensor) -> float:
-        return total
-
-    def is_count_ready(self, scalars: ScalarReducer) -> bool:
-        return scalars.is_ready(LOSS)
-
-    def nominal_count(self, total: float) -> float:
-        return total
-
-    def scaled_squares(self, own_squares: Tensor, factor: float) -> Tensor:
-        return own_squares
-
-    def norms(self, total_squares: float, own_squares: Tensor, factor: float) -> tuple[float, float]:
         norm = total_squares**0.5 * factor
         return norm, norm
 
 
-class OfWorker:
+class OfWorker(OfAllRanks):
     """Each data index is a worker: the tensor ranks and the stages that hold its model together.
 
     Only the last stage counts loss elements. `stages`: the ranks that differ from this one on the pipeline axis only.
@@ -197,88 +158,70 @@ class OfWorker:
 class LocalSteps(NamedTuple):
     """Whether ranks train alone and average their weights every `interval` steps. Else they sum gradients in each.
 
-    local_sgd       of no buckets, unless they do
+    sgd             of no buckets, unless they do
     edits_at_sync   where what is written after a sync becomes part of its weights; only if they do
     averaged_ranks  whose optimizer states differ, and are averaged when they are saved
     """
 
     interval: int
-    scope: GradScope
-    local_sgd: LocalSGD
-    edits_at_sync: Sequence[WeightEdits]
+    scope: OfAllRanks
+    sgd: LocalSGD
+    edits_at_sync: Sequence[TrainedEdits]
     averaged_ranks: Communicator
 
 
 # ---- norms ---------------------------------------------------------------------------------------------------------
 
 
-class NormSum(Protocol):
-    """Sums squared norms over the ranks that hold parts of the same parameters."""
-
-    def over_ranks(self, addends: Tensor) -> Tensor:
-        """[n], float64 -> the sums. Collective."""
-        ...
-
-
 class SumOverTensorRanks:
-    """See `NormSum`; of data ranks that each hold all that their place of the tensor axis has of a parameter."""
+    """Sums squared norms over the ranks that hold parts of the same parameters: here data ranks each hold all that
+    their place of the tensor axis has of a parameter."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
 
     def over_ranks(self, addends: Tensor) -> Tensor:
+        """[n], float64 -> the sums. Collective."""
         # Each rank adds in rank order: data ranks must get the same bits, also where the tensor ranks of one are joined
         # by another transport.
         return self._group.all_gather(addends.unsqueeze(0), 0).sum(0)
 
 
-class SumOverShards:
-    """See `NormSum`; of data ranks that each update a shard."""
+class SumOverShards(SumOverTensorRanks):
+    """The same where data ranks each update a shard."""
 
-    def __init__(self, scalars: ScalarReducer, reducer: GradReducer, over_tensor_ranks: NormSum) -> None:
-        self._scalars, self._reducer, self._over_tensor_ranks = scalars, reducer, over_tensor_ranks
+    def __init__(self, group: TensorGroup, scalars: ScalarReducer, reducer: GradReducer) -> None:
+        super().__init__(group)
+        self._scalars, self._reducer = scalars, reducer
 
     def over_ranks(self, addends: Tensor) -> Tensor:
         self._scalars.all_reduce_async(TRUST_NORMS, shard_addend(self._reducer, addends))
         of_place = torch.tensor(self._scalars.wait(TRUST_NORMS), dtype=addends.dtype, device=addends.device)
-        return self._over_tensor_ranks.over_ranks(of_place)
+        return super().over_ranks(of_place)
 
 
 # ---- scaling -------------------------------------------------------------------------------------------------------
 
 
-class GradScaling(Protocol):
-    """Where sums are scaled. `scale` is the grad scale."""
-
-    def sum_factor(self, scale: float | None) -> float | None:
-        """What the reducers multiply sums by; None: not known yet."""
-        ...
-
-    def update_factor(self, scale: float) -> float:
-        """What the sums must still be multiplied by when they are used."""
-        ...
-
-    def clip(self, coefficient: float, reducer: GradReducer) -> float:
-        """Make gradients smaller by a coefficient; returns what the grad scale is multiplied by."""
-        ...
-
-
 class ScaledSums:
-    """Reducers scale the sums: states rest whole, and the update uses the sums as they are."""
+    """Where sums are scaled: reducers scale them, as states rest whole, and the update uses the sums as they are."""
 
     def sum_factor(self, scale: float | None) -> float | None:
+        """What the reducers multiply sums by; None: not known yet. `scale` is the grad scale."""
         return scale
 
     def update_factor(self, scale: float) -> float:
+        """What the sums must still be multiplied by when they are used."""
         return 1.0
 
     def clip(self, coefficient: float, reducer: GradReducer) -> float:
+        """Make gradients smaller by a coefficient; returns what the grad scale is multiplied by."""
         if coefficient != 1.0:
             reducer.scale_grads(coefficient)
         return 1.0
 
 
-class ScaledInUpdate:
+class ScaledInUpdate(ScaledSums):
     """The update scales the gradients that it prepares or converts."""
 
     def sum_factor(self, scale: float | None) -> float | None:
@@ -289,8 +232,3 @@ class ScaledInUpdate:
 
     def clip(self, coefficient: float, reducer: GradReducer) -> float:
         return coefficient
-
-
-def make_scaling(*, is_whole: bool, converts_grads: bool) -> GradScaling:
-    """`is_whole`: states rest whole. `converts_grads`: the update reads every gradient to convert it anyway."""
-    return ScaledSums() if is_whole and not converts_grads else ScaledInUpdate()

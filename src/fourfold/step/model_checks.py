@@ -239,15 +239,16 @@ def model_traits(model: nn.Module) -> ModelTraits:
     )
 
 
-def watch_norms(model: nn.Module, plan: Plan, elsewhere: Sequence[str] = ()) -> NormWatch:
+def watch_norms(model: nn.Module, plan: Plan, elsewhere: Sequence[str] = ()) -> list[NormWatch]:
     """The checks of a model's normalizations, of those that this plan would refuse if they were not frozen.
 
     `elsewhere`: modules that other pipeline stages have.
     """
     parts = plan.batch_split.num_parts
     if plan.batch_norm == "sync":
-        return SyncBatchNorms(model, elsewhere)
-    return FrozenBatchNorms(frozen_norms(model) if plan.batch_norm == "error" and parts > 1 else [], parts)
+        return [SyncBatchNorms(model, elsewhere)]
+    frozen = frozen_norms(model) if plan.batch_norm == "error" and parts > 1 else []
+    return [FrozenBatchNorms(frozen, parts)] if frozen else []
 
 
 def _lazy_problems(model: nn.Module) -> list[Problem]:

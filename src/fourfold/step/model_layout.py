@@ -3,8 +3,7 @@
 Law: a meta model has the same layout as the model itself, so that what is shown or refused before a run is what runs.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,22 +12,8 @@ from fourfold.axes.pipeline.rules.division import StageSpec
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.axes.tensor.attach.axis import place_shards
 from fourfold.axes.tensor.rules.dims import TensorSpec
-from fourfold.model.weights import model_specs, update_spec
-from fourfold.plan.param_spec import ParamSpec, UpdateSpec
-
-
-class WholeModelSpecs(NamedTuple):
-    """What lowering needs to know of the whole model and its optimizer."""
-
-    params: Sequence[ParamSpec]
-    update: UpdateSpec
-
-
-def whole_specs(
-    model: nn.Module, optimizer: Optimizer, params: Sequence[ParamSpec], clip: float | None
-) -> WholeModelSpecs:
-    """The specs of a model that no rank has taken its part of yet. `params`: what `laid_out_specs` returned."""
-    return WholeModelSpecs(params, update_spec(model, optimizer, clip=clip))
+from fourfold.model.weights import model_specs
+from fourfold.plan.param_spec import ParamSpec
 
 
 def laid_out_specs(

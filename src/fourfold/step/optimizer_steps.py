@@ -13,7 +13,7 @@ waits for another.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,29 +81,19 @@ class WrapperChecks:
 # ---- closure losses -------------------------------------------------------------------------------------------------
 
 
-class ClosureLosses(Protocol):
-    """The losses of the closures of one rank."""
+class OwnLosses:
+    """A step gets the loss of its own rank's closure: the optimizer only returns it, or there is one rank."""
 
     def share(self, loss: Any, step: int) -> Any:
         """What step number `step` gets where this rank's closure has returned `loss`. Collective, if it is a mean."""
-        ...
-
-    def within_join(self) -> "ClosureLosses":
-        """What takes the place of this in a `join` block: ranks without data answer reductions only."""
-        ...
-
-
-class OwnLosses:
-    """A step gets the loss of its own rank: the optimizer only returns it, or there is one rank."""
-
-    def share(self, loss: Any, step: int) -> Any:
         return loss
 
-    def within_join(self) -> ClosureLosses:
+    def within_join(self) -> "OwnLosses":
+        """What takes the place of this in a `join` block: ranks without data answer reductions only."""
         return self
 
 
-class MeanLosses:
+class MeanLosses(OwnLosses):
     """A step gets the mean over the ranks; `kind` names the optimizer."""
 
     def __init__(self, world: WorldChannel, num_ranks: int, kind: str) -> None:
@@ -129,11 +119,11 @@ class MeanLosses:
         need = f"one number: {self._kind} uses its mean over the ranks"
         return TrainingError(Problem(f"a closure that returns {got}", need, "return loss"), where="step()")
 
-    def within_join(self) -> ClosureLosses:
+    def within_join(self) -> OwnLosses:
         return NoLosses(self._kind)
 
 
-class NoLosses:
+class NoLosses(OwnLosses):
     """In a `join` block there is no mean."""
 
     def __init__(self, kind: str) -> None:
@@ -143,9 +133,6 @@ class NoLosses:
         need = "a loss on every rank, since a line search uses their mean; ranks without data have none"
         attempt = "equal numbers of batches and no join(), or an optimizer without a closure"
         raise TrainingError(Problem(f"{self._kind} with a closure, within join()", need, attempt), where="step()")
-
-    def within_join(self) -> ClosureLosses:
-        return self
 
 
 def uses_loss(optimizer: Optimizer) -> bool:
@@ -241,14 +228,6 @@ def _name_list(names: Sequence[str]) -> str:
 # ---- optimizer steps ------------------------------------------------------------------------------------------------
 
 
-class StepCheck(Protocol):
-    """What is checked before a step changes weights."""
-
-    def check(self) -> None:
-        """Raise TaskError or TrainingError if the step must not be made."""
-        ...
-
-
 class OptimizerSteps:
     """The steps of one wrapped optimizer, through its wrapper or direct."""
 
@@ -256,9 +235,10 @@ class OptimizerSteps:
         self,
         optimizer: Optimizer,
         unreduced: UnreducedGrads,
-        checks: Sequence[StepCheck],
-        losses: ClosureLosses,
+        checks: Sequence[Callable[[], None]],
+        losses: OwnLosses,
     ) -> None:
+        """`checks`: each raises TaskError or TrainingError if a step must not be made."""
         self._optimizer, self._unreduced, self._checks = optimizer, unreduced, checks
         self.losses = losses
         """Of closures; others within `join()`."""
@@ -345,5 +325,5 @@ class OptimizerSteps:
         return loss
 
     def _check_step(self) -> None:
-        for each in self._checks:
-            each.check()
+        for check in self._checks:
+            check()

@@ -179,7 +179,7 @@ class CodecState:
     """What this rank's codecs remember, and the other ranks' rows of it when it is saved."""
 
     def __init__(self, codecs: Sequence[Codec], communicator: Communicator, whole_tensors: WholeTensors) -> None:
-        self._communicator, self._whole_tensors = communicator, whole_tensors
+        self._codecs, self._communicator, self._whole_tensors = codecs, communicator, whole_tensors
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """By parameter and key, flat: this rank's tensors themselves, no copies."""
         self._codec_of: dict[str, Codec] = {}
@@ -187,6 +187,11 @@ class CodecState:
             state = codec.state_tensors()
             self.tensors |= state
             self._codec_of |= dict.fromkeys(state, codec)
+
+    def scale_residuals(self, factor: float) -> None:
+        """Gradients are from now on divided by another count."""
+        for codec in self._codecs:
+            codec.scale_residual(factor)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """By parameter and key: the rows of all ranks. Collective."""
@@ -322,7 +327,7 @@ class PersistentState:
             for bucket in self.buckets
             for slot in bucket.slots
         }
-        return {"model": self.weights.model_state_dict(), "optimizer": states, "outer": self.local.local_sgd.momenta}
+        return {"model": self.weights.model_state_dict(), "optimizer": states, "outer": self.local.sgd.momenta}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all of it, and of the codecs' state. Collective."""
@@ -396,7 +401,7 @@ class PersistentState:
         self._load_model(saved.model)
         for index, slots in enumerate(by_bucket):
             self.optimizer.load_state(index, slots)
-        self.local.local_sgd.load_state(saved.outer)
+        self.local.sgd.load_state(saved.outer)
 
     @torch.no_grad()
     def _load_model(self, values: Mapping[str, TensorReader]) -> None:

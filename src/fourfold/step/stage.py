@@ -34,9 +34,9 @@ from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.user_optimizer import StepHooks
 from fourfold.proof.attachment import Rank
-from fourfold.step.grad_strategies import GradRounds, NormSum
+from fourfold.step.grad_strategies import OneRound, ScaledSums, SumOverTensorRanks
 from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks
-from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.deferred_grads import WholeBackward
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.error_notes import noting
@@ -91,7 +91,7 @@ def pipeline_chunk(
     statistics: BatchStatistics,
     stage: int,
     dry_run: PipelineCheck,
-    halves: BackwardHalves,
+    halves: WholeBackward,
     recompute: Recompute,
 ) -> Chunk:
     """One of several stages. `dry_run` has shown what they need of each other."""
@@ -132,7 +132,7 @@ def pipeline_chunk(
 
 
 def make_chunks(
-    rank: Rank, pipeline: PipelineAxis, dry_run: PipelineCheck, halves: BackwardHalves, recomputed: RecomputedBlocks
+    rank: Rank, pipeline: PipelineAxis, dry_run: PipelineCheck, halves: WholeBackward, recomputed: RecomputedBlocks
 ) -> dict[int, Chunk]:
     """This rank's stages, by number in the model."""
     model, objective, statistics = rank.model, rank.objective, rank.statistics
@@ -197,7 +197,7 @@ class Stage(NamedTuple):
     """By bucket: the chunk that computes with it."""
     gradients: Gradients
     grad_hooks: GradHooks
-    halves: BackwardHalves
+    halves: WholeBackward
     reducer: GradReducer
     gatherer: WeightGatherer
     data_ranks: Communicator
@@ -207,11 +207,14 @@ class Stage(NamedTuple):
     optimizer: FlatOptimizer
     weights: Weights
     step_hooks: StepHooks
-    rounds: GradRounds
+    rounds: OneRound
+    scaling: ScaledSums
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
-    norm_sum: NormSum
+    norm_sum: SumOverTensorRanks
     """Of layer-wise updates."""
+    transport_name: str
+    """What joins the data ranks, and why, in words."""
 
     @property
     def num_buckets(self) -> int:

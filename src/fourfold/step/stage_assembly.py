@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.axes.data.rules.step_program import update_verbs
 from fourfold.axes.data.rules.zero import RestingLayouts
-from fourfold.axes.data.work.grad_buckets import GradBuckets
-from fourfold.axes.data.work.gradients import Gradients
+from fourfold.axes.data.work.gradients import GradBuckets, Gradients, UnbucketedGrads
 from fourfold.axes.data.work.local_sgd import LocalSGD, OuterOptimizer
 from fourfold.axes.data.work.sharded_params import ShardedParams
-from fourfold.axes.data.work.unbucketed_grads import UnbucketedGrads
-from fourfold.axes.data.work.weight_edits import RefusedEdits, TrainedEdits, WeightEdits
+from fourfold.axes.data.work.weight_edits import RefusedEdits, TrainedEdits
 from fourfold.axes.data.work.weight_storage import HostSharedWeights, ResidentWeights, ShardedWeights, WeightStorage
 from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.work.whole_tensors import WholeTensors
@@ -34,30 +32,29 @@ from fourfold.comm.reduce.protocol import DataTransport, spec_of_request
 from fourfold.comm.reduce.scalars import CallChecker
 from fourfold.model.weights import Weights, trainable_parameters
 from fourfold.optim.flat_optimizer import FlatOptimizer, UpdateSlice, update_slices
-from fourfold.optim.master_weights import MasterWeightPolicy, MasterWeights, offload_device
+from fourfold.optim.master_weights import MasterWeights, offload_device
 from fourfold.optim.user_optimizer import StepHooks
 from fourfold.plan.lowering import Blueprint, DataGroup, lower
+from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan
 from fourfold.plan.topology import NO_SHARED_MEMORY, Topology
 from fourfold.step.grad_strategies import (
-    GradScaling,
     LocalSteps,
-    NormSum,
     OfAllRanks,
     OfWorker,
     OneRound,
     RoundEveryBackward,
+    ScaledInUpdate,
+    ScaledSums,
     SumOverShards,
     SumOverTensorRanks,
-    make_scaling,
 )
-from fourfold.step.model_layout import WholeModelSpecs
 from fourfold.step.persistent_state import CodecState, PersistentState, make_codecs
 from fourfold.step.stage import Chunk, Stage
 from fourfold.torch_kit import mixed_precision
-from fourfold.torch_kit.deferred_grads import BackwardHalves
+from fourfold.torch_kit.deferred_grads import WholeBackward
 from fourfold.torch_kit.grad_hooks import GradHooks
-from fourfold.words.layout import SPLIT, WHOLE
+from fourfold.words.layout import SPLIT
 
 
 class Trained(NamedTuple):
@@ -104,16 +101,12 @@ class Trained(NamedTuple):
 
 
 class StageAssembly(NamedTuple):
-    """A stage, and what belongs to the whole step because there is one stage."""
+    """A stage, and what lasts from step to step."""
 
     parts: Stage
     trained: Trained
     """As the transport lets tensors rest."""
-    local: LocalSteps
-    scaling: GradScaling
-    codecs: Sequence[Codec]
     state: PersistentState
-    transport_name: str
 
 
 def make_stage(
@@ -123,7 +116,7 @@ def make_stage(
     calls: CallChecker,
     tensor: TensorAxis,
     chunks: Mapping[int, Chunk],
-    halves: BackwardHalves,
+    halves: WholeBackward,
 ) -> StageAssembly:
     """Make the parts of a stage. Collective. Raises PlanError."""
     data_ranks, whole_tensors = world.along("dp", "cp"), tensor.whole_tensors
@@ -132,10 +125,15 @@ def make_stage(
     topology = topology_along(world, trained.blueprint.topology, data_ranks)
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _as_joined(trained, transport, world.rank)
-    layout = _state_layout(trained, transport, data_ranks)
+    layout: RankLayout = WholeLayout(trained.by_name, trained.buckets, data_ranks)
+    norm_sum, scaling = SumOverTensorRanks(tensor.group), ScaledSums()
+    if trained.is_sharded:
+        layout = SplitLayout(trained.by_name, trained.buckets, transport.grads, data_ranks)
+        norm_sum = SumOverShards(tensor.group, transport.scalars, transport.grads)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
-    local = _make_local_steps(trained, weights, averager, tensor, world)
+    if trained.is_sharded or optimizer.converts_grads:  # the update goes over every gradient anyway
+        scaling = ScaledInUpdate()
     parts = Stage(
         pp_index=trained.group.stage.stage,
         chunks=chunks,
@@ -150,15 +148,23 @@ def make_stage(
         scalars=transport.scalars,
         optimizer=optimizer,
         weights=weights,
-        step_hooks=_make_hooks(trained),
+        step_hooks=StepHooks(
+            trained.optimizer,
+            trained.buckets,
+            trained.by_bucket,
+            is_unbucketed=trained.blueprint.has_unbucketed_grads,
+            can_skip_params=trained.updates_by_param,
+        ),
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
+        scaling=scaling,
         update_verbs=update_verbs(trained.layouts),
-        norm_sum=_make_norm_sum(trained, transport, tensor),
+        norm_sum=norm_sum,
+        transport_name=transport.description,
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)
+    local = _make_local_steps(trained, weights, averager, tensor, world)
     state = PersistentState(weights, trained.buckets, optimizer, layout, data_ranks, codec_state, local)
-    scaling = make_scaling(is_whole=trained.layouts.state == WHOLE, converts_grads=optimizer.converts_grads)
-    return StageAssembly(parts, trained, local, scaling, codecs, state, transport.description)
+    return StageAssembly(parts, trained, state)
 
 
 def lay_out(
@@ -166,15 +172,16 @@ def lay_out(
     optimizer: Optimizer,
     plan: Plan,
     world: Communicator,
-    whole: WholeModelSpecs,
+    specs: Sequence[ParamSpec],
+    update: UpdateSpec,
 ) -> Trained:
     """The buckets of the trained parameters. Collective.
 
-    model  this rank's stage; `whole`: of the model before other stages were dropped
+    model          this rank's stage
+    specs, update  of the whole model
     """
-    trainable = trainable_parameters(model)
-    blueprint = lower(plan, whole.params, gather_topology(world), whole.update)
-    return Trained(model, optimizer, trainable, blueprint, blueprint.group_of(world.rank))
+    blueprint = lower(plan, specs, gather_topology(world), update)
+    return Trained(model, optimizer, trainable_parameters(model), blueprint, blueprint.group_of(world.rank))
 
 
 def _as_joined(trained: Trained, transport: DataTransport, rank: int) -> Trained:
@@ -204,24 +211,23 @@ def _make_gradients(
     codecs: Sequence[Codec],
 ) -> _GradientParts:
     """The gradients in their buckets, or where autograd puts them, and the transport that reduces them. Collective."""
-    plan, spec = trained.plan, spec_of_request(trained.group.request)
+    plan, spec, unbucketed = trained.plan, trained.group.request, None
     allow_unused = plan.unused == "allow"
     if trained.blueprint.has_unbucketed_grads:
         unbucketed = UnbucketedGrads(trained.by_name, trained.buckets, meter, allow_unused=allow_unused)
-        transport = transports.make_data_transport(
-            data_ranks,
-            topology,
-            spec,
-            meter=meter,
-            calls=calls,
-            choice=plan.transport,
-            unbucketed_grads=unbucketed.local_grads,
-        )
-        return _GradientParts(unbucketed, transport, LocalSGDReducer(transport.grads))
     transport = transports.make_data_transport(
-        data_ranks, topology, spec, meter=meter, calls=calls, choice=plan.transport, codecs=codecs
+        data_ranks,
+        topology,
+        spec_of_request(spec),
+        meter=meter,
+        calls=calls,
+        choice=plan.transport,
+        codecs=codecs,
+        unbucketed_grads=None if unbucketed is None else unbucketed.local_grads,
     )
     averager = LocalSGDReducer(transport.grads)
+    if unbucketed is not None:
+        return _GradientParts(unbucketed, transport, averager)
     if plan.sync == "local":
         local = single_rank_transport(averager, spec.num_scalars)
         transport = local._replace(description=transport.description)
@@ -240,13 +246,6 @@ def _make_gradients(
     return _GradientParts(gradients, transport, averager)
 
 
-def _state_layout(trained: Trained, transport: DataTransport, data_ranks: Communicator) -> RankLayout:
-    """Which elements of the trained parameters this rank updates."""
-    if trained.is_sharded:
-        return SplitLayout(trained.by_name, trained.buckets, transport.grads, data_ranks)
-    return WholeLayout(trained.by_name, trained.buckets, data_ranks)
-
-
 def _make_weights(
     trained: Trained,
     transport: DataTransport,
@@ -256,8 +255,8 @@ def _make_weights(
 ) -> Weights:
     """The weights where they rest, and master weights. Collective: broadcasts the first rank's."""
     plan = trained.plan
-    policy = MasterWeightPolicy(plan.precision, offload_device(plan.offload, data_ranks.device))
-    masters = MasterWeights(trained.by_name, trained.buckets, layout, policy)
+    offloaded_to = offload_device(plan.offload, data_ranks.device)
+    masters = MasterWeights(trained.by_name, trained.buckets, layout, plan.precision, offloaded_to)
     for name in masters.param_names:
         # Before the weights are copied into flats, which rounds them.
         data_ranks.broadcast(trained.by_name[name].data)
@@ -275,7 +274,7 @@ def _make_weights(
     return Weights(trained.model, storage, masters, edits, data_ranks, whole_tensors)
 
 
-def _make_edits(trained: Trained, storage: WeightStorage, masters: MasterWeights) -> WeightEdits:
+def _make_edits(trained: Trained, storage: WeightStorage, masters: MasterWeights) -> TrainedEdits:
     outer = _outer_optimizer(trained.plan)
     reason = storage.edit_loss_reason or masters.edit_loss_reason or outer.edit_loss_reason
     if not reason:
@@ -304,13 +303,6 @@ def _make_optimizer(
     return FlatOptimizer(trained.optimizer, trained.buckets, slices, prepare_grads=prepare, uncounted=uncounted)
 
 
-def _make_norm_sum(trained: Trained, transport: DataTransport, tensor: TensorAxis) -> NormSum:
-    over_tensor_ranks = SumOverTensorRanks(tensor.group)
-    if not trained.is_sharded:
-        return over_tensor_ranks
-    return SumOverShards(transport.scalars, transport.grads, over_tensor_ranks)
-
-
 def _outer_optimizer(plan: Plan) -> OuterOptimizer:
     return OuterOptimizer(plan.outer_lr, plan.outer_momentum) if plan.sync == "local" else OuterOptimizer()
 
@@ -324,13 +316,3 @@ def _make_local_steps(
     local_sgd = LocalSGD(weights.flats, trained.buckets, averager, outer)
     scope = OfWorker(plan.dp, tensor.group, world.along("pp"))
     return LocalSteps(plan.sync_interval, scope, local_sgd, [weights.edits], world.along("dp", "cp"))
-
-
-def _make_hooks(trained: Trained) -> StepHooks:
-    return StepHooks(
-        trained.optimizer,
-        trained.buckets,
-        trained.by_bucket,
-        is_unbucketed=trained.blueprint.has_unbucketed_grads,
-        can_skip_params=trained.updates_by_param,
-    )

@@ -9,7 +9,7 @@ the order of the samples goes on.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,6 @@ class CollectiveCalls:
     def meet_tensor_ranks(self, part: str) -> None:
         """Wait until the tensor ranks of this place are in this part of the call. Raises DivergenceError."""
         self.checker.meet(part)
-
-    def begin_step(self, call: str) -> None:
-        """Begin a step; `call` names it."""
-        self.checker.begin(call)
 
     def enter(self, call: str) -> None:
         """Begin a call, and wait until all ranks have begun it. Raises DivergenceError."""
@@ -103,72 +99,23 @@ class Skipped(NamedTuple):
     rank: int | None
 
 
-class BadStepPolicy(Protocol):
-    """What becomes of bad steps."""
+class NanGuard:
+    """Checks each step of one rank: the first bad step ends the training, and there is nothing to undo."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def save_buffers(self) -> None:
         """Before a step: copy the buffers that forward may change, such as running statistics."""
-        ...
 
-    def accept(self) -> None:
+    def _accept(self) -> None:
         """A step was good."""
-        ...
 
-    def skip(self, text: str) -> None:
+    def _skip(self, text: str) -> None:
         """Undo a bad step, which `text` describes. Raises TrainingError if it must not be skipped."""
-        ...
-
-
-class RefuseBadSteps:
-    """The first bad step ends the training: there is nothing to undo."""
-
-    def save_buffers(self) -> None:
-        pass
-
-    def accept(self) -> None:
-        pass
-
-    def skip(self, text: str) -> None:
         raise TrainingError(
             Problem(text, "a finite loss and gradient", "skip_nan=10 to skip such steps"), where="training"
         )
-
-
-class SkipBadSteps:
-    """At most `limit` bad steps in a row are skipped."""
-
-    def __init__(self, model: nn.Module, limit: int) -> None:
-        self._model, self._limit = model, limit
-        self._num_in_a_row = 0
-        self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
-
-    @torch.no_grad()
-    def save_buffers(self) -> None:
-        for name, buffer in self._model.named_buffers():
-            saved = self._buffers.get(name)
-            if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
-                self._buffers[name] = buffer, version_of(buffer), buffer.clone()
-
-    def accept(self) -> None:
-        self._num_in_a_row = 0
-
-    @torch.no_grad()
-    def skip(self, text: str) -> None:
-        for buffer, version, saved in self._buffers.values():
-            if version_of(buffer) != version:
-                buffer.copy_(saved)
-        self._num_in_a_row += 1
-        if self._num_in_a_row > self._limit:
-            need = f"at most skip_nan = {self._limit} such steps in a row"
-            raise TrainingError(Problem(f"{text}; the {self._limit} steps before were bad too", need), where="training")
-
-
-class NanGuard:
-    """Checks each step of one rank; `limit` is how many steps in a row may be skipped."""
-
-    def __init__(self, communicator: Communicator, model: nn.Module, *, limit: int) -> None:
-        self._communicator = communicator
-        self.policy: BadStepPolicy = SkipBadSteps(model, limit) if limit else RefuseBadSteps()
 
     def check(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped | None:
         """After a step: None if it was good. Collective if it was bad.
@@ -176,12 +123,12 @@ class NanGuard:
         `samples`: of the batch, if known. Raises TrainingError if the step is bad and must not be skipped.
         """
         if state.bad_reason is None:
-            self.policy.accept()
+            self._accept()
             return None
         if state.bad_reason == ALL_DAMAGED:  # there is no forward to undo, and nothing that skip_nan should count
             return Skipped(f"step {step}: {ALL_DAMAGED}", None)
         skipped = self._describe(state, step, samples)
-        self.policy.skip(skipped.text)
+        self._skip(skipped.text)
         return skipped
 
     def _describe(self, state: StepState, step: int, samples: BatchRange | None) -> Skipped:
@@ -205,6 +152,36 @@ class NanGuard:
         return Skipped(text, bad_ranks[0] if len(bad_ranks) == 1 else None)
 
 
+class SkippingNanGuard(NanGuard):
+    """The same, but at most `limit` bad steps in a row are skipped."""
+
+    def __init__(self, communicator: Communicator, model: nn.Module, limit: int) -> None:
+        super().__init__(communicator)
+        self._model, self._limit = model, limit
+        self._num_in_a_row = 0
+        self._buffers: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    @torch.no_grad()
+    def save_buffers(self) -> None:
+        for name, buffer in self._model.named_buffers():
+            saved = self._buffers.get(name)
+            if saved is None or saved[0] is not buffer or saved[1] != version_of(buffer):
+                self._buffers[name] = buffer, version_of(buffer), buffer.clone()
+
+    def _accept(self) -> None:
+        self._num_in_a_row = 0
+
+    @torch.no_grad()
+    def _skip(self, text: str) -> None:
+        for buffer, version, saved in self._buffers.values():
+            if version_of(buffer) != version:
+                buffer.copy_(saved)
+        self._num_in_a_row += 1
+        if self._num_in_a_row > self._limit:
+            need = f"at most skip_nan = {self._limit} such steps in a row"
+            raise TrainingError(Problem(f"{text}; the {self._limit} steps before were bad too", need), where="training")
+
+
 def sample_list(numbers: list[int], *, limit: int = MAX_NAMED_SAMPLES) -> str:
     """The numbers of a rank's samples, for a message."""
     more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
@@ -224,7 +201,7 @@ class StepChecks:
         local: LocalSteps,
         *,
         optimizer_watch: OptimizerWatch,
-        norms: NormWatch,
+        norms: Sequence[NormWatch],
         duplicate_batches: DuplicateBatches,
         drift_checker: DriftChecker,
         nan_guard: NanGuard,
@@ -232,7 +209,8 @@ class StepChecks:
         self._calls, self._weights, self._local = calls, weights, local
         self._optimizer_watch, self._norms = optimizer_watch, norms
         self._duplicate_batches, self._drift_checker, self._nan_guard = duplicate_batches, drift_checker, nan_guard
-        self._num_calls = 0
+        self.num_calls = 0
+        """Steps done by this object."""
 
     def before_step(self, batch: Any, *, compares_all: bool, has_pending_updates: bool) -> None:
         """Begin the call of a step, and raise if a step would ignore what has changed. Collective.
@@ -241,11 +219,11 @@ class StepChecks:
         """
         samples = getattr(batch, "samples", None)
         self.check_unchanged(has_pending_updates=has_pending_updates)
-        norm_modes = self._norms.call_text(in_training=True)
+        norm_modes = "".join(each.call_text(in_training=True) for each in self._norms)
         call = with_samples(f"step {self._calls.num_steps + 1}{norm_modes}", samples)
-        self._calls.begin_step(with_options(call, self._optimizer_watch.options.text()))
+        self._calls.checker.begin(with_options(call, self._optimizer_watch.options.text()))
         compares_batches = self._duplicate_batches.num_left > 0 and samples is None
-        compares_sources = self._num_calls == 0 and samples is not None
+        compares_sources = self.num_calls == 0 and samples is not None
         if compares_all or compares_batches or compares_sources or norm_modes:
             self._calls.check_same()  # before other collectives than sums
         if compares_sources:
@@ -255,7 +233,7 @@ class StepChecks:
 
     def before_evaluation(self, call: str, samples: BatchRange | None = None) -> None:
         """Begin the call of an evaluation; compare it first where its forward needs other ranks. Collective."""
-        norm_modes = self._norms.call_text(in_training=False)
+        norm_modes = "".join(each.call_text(in_training=False) for each in self._norms)
         self._calls.begin(f"{call}{norm_modes}", samples)
         if norm_modes:
             self._calls.check_same()
@@ -271,12 +249,15 @@ class StepChecks:
         if problems := self._optimizer_watch.problems():
             error = OptimizerError(problems, where="the optimizer")
             self._calls.raise_after_mismatch(f"{call}, which its optimizer cannot do", error)
-        if problems := [*self._weights.guard.problems(), *self._norms.problems()]:
+        if problems := [
+            *self._weights.guard.problems(),
+            *(problem for each in self._norms for problem in each.problems()),
+        ]:
             self._calls.raise_after_mismatch(
                 f"{call}, which its model cannot do", TaskError(problems, where="the model")
             )
         # In steps 0, 1, 2, 4, 8, … all weights are compared: a loop that writes weights is found early.
-        is_early = self._num_calls & (self._num_calls - 1) == 0
+        is_early = self.num_calls & (self.num_calls - 1) == 0
         is_compared = is_due(self._calls.num_steps, self._drift_checker.every, self._local.interval)
         self.check_no_edits(call, compare_all=is_early or is_compared, sampled=not has_pending_updates)
 
@@ -296,20 +277,15 @@ class StepChecks:
 
     def save_buffers(self) -> None:
         """Before a step: copy what a skipped step must restore."""
-        self._nan_guard.policy.save_buffers()
+        self._nan_guard.save_buffers()
 
     def after_step(self, step: StepState, samples: BatchRange | None) -> Skipped | None:
         """After a step, which is counted: None if it was good. Collective if it was bad. Raises TrainingError."""
         if step.has_called_hooks:
             self._weights.guard.check()  # a hook may have replaced the storage of parameters
-        self._num_calls += 1
+        self.num_calls += 1
         self._calls.num_steps += 1
         return self._nan_guard.check(step, self._calls.num_steps, samples)
-
-    @property
-    def num_calls(self) -> int:
-        """Steps done by this object."""
-        return self._num_calls
 
     def compare_replicas_if_due(self, tensors: Iterable[ReplicatedTensor]) -> None:
         """After a step: `compare_replicas` if `drift_check` says so. `tensors` are read only then."""

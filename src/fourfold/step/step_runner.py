@@ -251,7 +251,7 @@ class StepRunner:
             # Without elements there is no estimate.
             programs.nominal_count = step.known_nominal_count if totals.count else None
             if skipped is None:
-                self.set_record(self._agree_launch_orders(), self._parts.scope.nominal_count(totals.count))
+                self.set_record(self._agree_launch_orders(), self._parts.local.scope.nominal_count(totals.count))
         return skipped
 
     @property
@@ -372,8 +372,7 @@ class StepRunner:
         before = programs.nominal_count
         if before is not None and count is not None and before != count:
             # Residuals were divided by the previous nominal count.
-            for codec in self._assembly.codecs:
-                codec.scale_residual(before / count)
+            self._assembly.state.codec_state.scale_residuals(before / count)
         programs.set_record(launch_orders, count)
         self._parts.stage.gradients.set_launch_order(programs.reduction_order)
 

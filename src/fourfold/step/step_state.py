@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fourfold.axes.data.work.local_sgd import LocalSGD
 from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.axes.pipeline.work.tied import TiedWeights
 from fourfold.comm.communicator import Communicator
@@ -35,7 +34,7 @@ from fourfold.model.objective import Objective
 from fourfold.plan.damaged_samples import DamagedRecord
 from fourfold.plan.precision import LossScale
 from fourfold.proof.digests.batches import batch_mismatch_problem
-from fourfold.step.grad_strategies import GradScaling, GradScope, LossDivision
+from fourfold.step.grad_strategies import DividedByNominalCount, LocalSteps
 from fourfold.step.stage import Stage
 from fourfold.torch_kit.deferred_grads import PendingGrads
 from fourfold.words.errors import FourfoldError, Problem, TaskError
@@ -84,11 +83,8 @@ class StepParts(NamedTuple):
     """Of all ranks of the world."""
     meter: CommMeter
     objective: Objective
-    scope: GradScope
-    local_sgd: LocalSGD
-    """Of no buckets, unless ranks average their weights."""
-    division: LossDivision
-    scaling: GradScaling
+    local: LocalSteps
+    division: DividedByNominalCount
     loss_scale: LossScale
     added_totals: Sequence[str]
     """Which of its totals this rank adds to those over all ranks; of ranks that have the same samples, one adds all."""
@@ -257,7 +253,7 @@ class StepState:
         Neither waits nor raises: within a backward, a peer may wait for this rank's tokens or weights.
         """
         is_open = self.totals is None and self._refusal is None
-        if is_open and self.parts.scope.is_count_ready(self.parts.scalars):
+        if is_open and self.parts.local.scope.is_count_ready(self.parts.scalars):
             self._receive_totals()
         return None if self.totals is None else self.grad_scale
 
@@ -284,7 +280,7 @@ class StepState:
             self.bad_reason = NO_ELEMENTS
         elif not math.isfinite(mean := totals.loss / totals.count):
             self.bad_reason = f"the loss is {mean}"
-        self.trained_count = self.parts.scope.loss_count(totals.count, self.local_count)
+        self.trained_count = self.parts.local.scope.loss_count(totals.count, self.local_count)
         # Without elements the gradient is zero: any scale will do.
         nominal = self.parts.division.divisor(self.nominal_count, self.trained_count)
         if self.parts.objective.is_scale_dependent and self.trained_count not in (0, nominal):

@@ -90,7 +90,7 @@ class TrainStep:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets of the trained parameters."""
-        return self._assembly.buckets
+        return self._assembly.state.buckets
 
     @property
     def program(self) -> tuple[Action, ...]:
@@ -253,7 +253,7 @@ class TrainStep:
         self._enter("edit()")
         with self._weights.edit():
             yield self.model
-        self._parts.local_sgd.finish_sync()
+        self._parts.local.sgd.finish_sync()
         torch.autograd.graph.increment_version(list(self.model.parameters()))
         self._weights.edits.accept_edits()
 
@@ -313,7 +313,7 @@ class TrainStep:
         self._assembly.timing.flush()
         local = {name: whole_tensors.local(name, value) for name, value in values.items()}
         self._weights.load_weights(local)
-        self._parts.local_sgd.update_reference(local)
+        self._parts.local.sgd.update_reference(local)
 
     @contextlib.contextmanager
     def swapped_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

@@ -16,11 +16,9 @@ Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from torch import nn
 
-from fourfold.comm.meter import CommMeter
 from fourfold.step.stage import Stage
 from fourfold.step.step_state import StepParts, StepState, UpdateArgs
 from fourfold.step.verbs import (
@@ -41,172 +39,6 @@ from fourfold.torch_kit.param_access import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
 
-# ---- forward fusion -------------------------------------------------------------------------------------------------
-
-
-class FusedUpdates:
-    """The updates of one step of a stage, run in the forward of the next step, or when `finish` is called."""
-
-    def __init__(self, stage: Stage, meter: CommMeter, in_place: Sequence[Sequence[nn.Parameter]]) -> None:
-        """`in_place`: by bucket and slot, the parameters that are reported when they are accessed.
-
-        There are none where weights rest split: these are reported when they are unsharded.
-        """
-        self._stage, self._meter = stage, meter
-        self._param_access, self._num_reported = ParamAccess(in_place), len(in_place)
-        self._args: UpdateArgs | None = None
-        self._order: Sequence[int] = ()
-        self._position: dict[int, int] = {}
-        self._num_updated, self._num_ready = 0, 0
-        self._in_forward = False
-        self._was_accessed = [True] * self._num_reported
-        """By bucket that is reported when it is accessed."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether updates are pending."""
-        return len(self._order) > 0
-
-    def postpone(self, args: UpdateArgs) -> None:
-        """Make the updates of all buckets pending, with the gradients of the step that has just ended."""
-        self._stage.gradients.detach_grads()
-        self._stage.gatherer.signal_backward_done()
-        self._stage.optimizer.set_options_frozen(frozen=True)
-        self._args = args
-        # The bucket that backward completes last is mostly used first.
-        self._order = list(self._stage.gradients.countdown.launch_order[::-1])
-        self._position = {bucket: position for position, bucket in enumerate(self._order)}
-        self._num_updated, self._num_ready = 0, 0
-        self._param_access.sink = self
-
-    def begin_step(self) -> None:
-        """Begin a step. While no update is pending, an access without a report is harmless."""
-        self._was_accessed = [True] * self._num_reported
-
-    @contextlib.contextmanager
-    def in_forward(self, buckets: Sequence[int]) -> Iterator[None]:
-        """Inside, a stage runs, which computes with these buckets: an access runs the updates that are due.
-
-        At the end none of theirs is pending.
-        """
-        if not self.has_pending:
-            yield
-            return
-        last = max(map(self._position.__getitem__, buckets), default=-1)
-        if last >= self._num_updated and self._num_reported:
-            for bucket in buckets:
-                self._was_accessed[bucket] = False
-        self._in_forward = True
-        try:
-            with self._param_access.with_transforms():
-                yield
-        finally:
-            self._in_forward = False
-        self._update_up_to(last)
-        if self._num_updated == len(self._order):
-            self._run_pending()
-
-    def finish(self) -> None:
-        """Run the pending updates. With weights shared on a host, returns when all its ranks have."""
-        self._run_pending()
-        self._stage.weights.edits.refresh_samples()
-
-    def _run_pending(self) -> None:
-        if self.has_pending:
-            self._update_up_to(len(self._order) - 1)
-            self._order = ()
-            self._param_access.sink = None
-            self._stage.gatherer.end_step()
-            self._stage.optimizer.set_options_frozen(frozen=False)
-
-    def check_missed_accesses(self, buckets: Sequence[int]) -> None:
-        """Raise TrainingError if backward has reached one of these buckets and forward reported no access to it."""
-        missed = [
-            name
-            for bucket in buckets[: self._num_reported]
-            if not self._was_accessed[bucket] and (name := self._stage.gradients.countdown.first_reached(bucket))
-        ]
-        if missed:
-            got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"
-            need = "operations of torch, or registered with torch.library"
-            raise TrainingError(Problem(got, need, 'update = "after"'))
-
-    def before_unshard(self, bucket: int) -> None:
-        """This rank's shard of a bucket is about to be read."""
-        if self.has_pending:
-            with outside_transforms(self._device_type):
-                self._update_up_to(self._position[bucket])
-
-    def before_access(self, bucket: int) -> None:
-        """A parameter of a bucket is about to be read, in place."""
-        self._was_accessed[bucket] = True
-        position = self._position[bucket]
-        if position < self._num_ready:
-            return
-        if not self._in_forward:
-            got = "a weight used between steps, while its update waits for the next forward"
-            raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
-        with outside_transforms(self._device_type):
-            self._update_up_to(position)
-            self._stage.gatherer.wait(bucket)
-        self._num_ready = position + 1
-
-    @property
-    def _device_type(self) -> str:
-        return self._stage.parameters[0][0].device.type
-
-    def _update_up_to(self, position: int) -> None:
-        while self._num_updated <= position:
-            self._num_updated += 1
-            self._update(self._order[self._num_updated - 1])
-            if self._num_updated == len(self._order):
-                # At once: no rank of a host may store gradients before all of them have signalled this.
-                self._stage.reducer.end_step()
-
-    def _update(self, bucket: int) -> None:
-        """Update a bucket with the gradient of the previous step."""
-        stage, recorder = self._stage, self._meter.recorder
-        assert self._args is not None
-        with recorder.action(Action(Verb.UPDATE, self._stage.pp_index, bucket)):
-            stage.gatherer.wait_writable()
-            stage.gradients.restore_grads(bucket)
-            run_optimizer(stage, bucket, self._args)
-            stage.gradients.free_grads(bucket)
-        for verb in stage.update_verbs[1:]:
-            with recorder.action(Action(verb, self._stage.pp_index, bucket)):
-                stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])
-
-
-# ---- update timing --------------------------------------------------------------------------------------------------
-
-
-class UpdateTiming(Protocol):
-    """When buckets are updated."""
-
-    @property
-    def verbs(self) -> Mapping[Verb, VerbFunction]:
-        """The table of verbs in training."""
-        ...
-
-    def begin_step(self, step: StepState) -> None: ...
-
-    def end_step(self, step: StepState) -> None:
-        """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
-        ...
-
-    def newest_ended(self, step: StepState) -> StepState:
-        """The newest batch, of this step or of one before, that has ended on all ranks."""
-        ...
-
-    def flush(self) -> None:
-        """Run the updates that wait. Collective."""
-        ...
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether updates wait: this rank's, or those of ranks that share weights with it."""
-        ...
-
 
 def end_stages(parts: StepParts) -> None:
     """The sums of the step are needed no more. The weights are whole when this returns."""
@@ -220,26 +52,30 @@ def begin_gradients(parts: StepParts) -> None:
     parts.stage.gradients.begin_step()
 
 
-class ImmediateUpdates:
-    """Every bucket is updated within its step: `verbs` say when."""
+class UpdateTiming:
+    """When buckets are updated: here within their step; `verbs` say when."""
 
     def __init__(self, verbs: Mapping[Verb, VerbFunction]) -> None:
         self.verbs = verbs
+        """The table of verbs in training."""
 
     def begin_step(self, step: StepState) -> None:
         begin_gradients(step.parts)
 
     def end_step(self, step: StepState) -> None:
+        """End a step without an error: gradient buffers may be overwritten, unless updates that wait need them."""
         end_stages(step.parts)
 
     def newest_ended(self, step: StepState) -> StepState:
+        """The newest batch, of this step or of one before, that has ended on all ranks."""
         return step
 
     def flush(self) -> None:
-        pass
+        """Run the updates that wait. Collective."""
 
     @property
     def has_pending(self) -> bool:
+        """Whether updates wait: this rank's, or those of ranks that share weights with it."""
         return False
 
 
@@ -278,7 +114,7 @@ class _UpdateSink:
         launched = [each for each in self._stage.gradients.countdown.launched if each in self._buckets]
         for bucket in launched[self._num_updated :]:
             scale = self._step.poll_grad_scale()
-            if scale is None or not self._stage.reducer.is_reduced(bucket, self._step.parts.scaling.sum_factor(scale)):
+            if scale is None or not self._stage.reducer.is_reduced(bucket, self._stage.scaling.sum_factor(scale)):
                 return
             if not self._stage.gatherer.can_gather():  # a rank that this one would wait for may wait for its gradients
                 return
@@ -321,60 +157,170 @@ UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
 }
 
 
-class UpdateInForward:
+class UpdateInForward(UpdateTiming):
     """Buckets are updated when the next forward uses them, or when the updates are flushed."""
 
-    def __init__(self, parts: StepParts, fused: FusedUpdates) -> None:
-        self._parts, self._fused = parts, fused
-        self.verbs: Mapping[Verb, VerbFunction] = {
-            **VERBS,
-            Verb.FORWARD: self._forward,
-            Verb.BACKWARD: self._backward,
-            Verb.BACKWARD_INPUT: self._backward_input,
+    def __init__(self, parts: StepParts, in_place: Sequence[Sequence[nn.Parameter]]) -> None:
+        """`in_place`: by bucket and slot, the parameters that are reported when they are accessed.
+
+        There are none where weights rest split: these are reported when they are unsharded.
+        """
+        super().__init__(
+            {
+                **VERBS,
+                Verb.FORWARD: self._forward,
+                Verb.BACKWARD: self._backward,
+                Verb.BACKWARD_INPUT: self._backward_input,
+            }
+        )
+        self._parts, self._stage = parts, parts.stage
+        self._param_access, self._num_reported = ParamAccess(in_place), len(in_place)
+        self._args: UpdateArgs | None = None
+        self._order: Sequence[int] = ()
+        self._position: dict[int, int] = {}
+        self._num_updated, self._num_ready = 0, 0
+        self._in_forward = False
+        self._was_accessed = [True] * self._num_reported
+        """By bucket that is reported when it is accessed."""
+
+    @property
+    def has_pending(self) -> bool:
+        return len(self._order) > 0
+
+    def begin_step(self, step: StepState) -> None:
+        """The updates in front of the first forward are those of the step before: forward runs them."""
+        super().begin_step(step)
+        stage = self._stage
+        step.done_early |= {
+            Action(verb, stage.pp_index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
         }
+        # While no update is pending, an access without a report is harmless.
+        self._was_accessed = [True] * self._num_reported
+
+    def end_step(self, step: StepState) -> None:
+        """Make the updates of all buckets pending, with the gradients of the step."""
+        step.read_totals()
+        wait_all(step, self._stage)
+        if step.is_skipped:
+            self._stage.gradients.drop_grads()
+            end_stages(self._parts)
+            return
+        self._stage.gradients.detach_grads()
+        self._stage.gatherer.signal_backward_done()
+        self._stage.optimizer.set_options_frozen(frozen=True)
+        self._args = step.update_args
+        # The bucket that backward completes last is mostly used first.
+        self._order = list(self._stage.gradients.countdown.launch_order[::-1])
+        self._position = {bucket: position for position, bucket in enumerate(self._order)}
+        self._num_updated, self._num_ready = 0, 0
+        self._param_access.sink = self
+
+    def flush(self) -> None:
+        """Run the pending updates. With weights shared on a host, returns when all its ranks have."""
+        self._run_pending()
+        self._stage.weights.edits.refresh_samples()
+
+    def _run_pending(self) -> None:
+        if self.has_pending:
+            self._update_up_to(len(self._order) - 1)
+            self._order = ()
+            self._param_access.sink = None
+            self._stage.gatherer.end_step()
+            self._stage.optimizer.set_options_frozen(frozen=False)
+
+    # ---- verbs
 
     def _forward(self, step: StepState, action: Action) -> None:
-        step.unshard_sink = self._fused
-        with self._fused.in_forward(step.stage.buckets_of(action.stage)):
+        step.unshard_sink = self
+        with self._running(self._stage.buckets_of(action.stage)):
             forward(step, action)
 
     def _backward(self, step: StepState, action: Action) -> None:
         backward(step, action)
-        self._end_first_backward(step, action)
+        self._end_first_backward(action)
 
     def _backward_input(self, step: StepState, action: Action) -> None:
         backward_input(step, action)
-        self._end_first_backward(step, action)
+        self._end_first_backward(action)
 
-    def _end_first_backward(self, step: StepState, action: Action) -> None:
-        if action.index == 0:
-            buckets = step.stage.buckets_of(action.stage)
-            self._fused.check_missed_accesses(buckets)
+    @contextlib.contextmanager
+    def _running(self, buckets: Sequence[int]) -> Iterator[None]:
+        """Inside, a stage runs, which computes with these buckets: an access runs the updates that are due.
 
-    def begin_step(self, step: StepState) -> None:
-        """The updates in front of the first forward are those of the step before: forward runs them."""
-        begin_gradients(step.parts)
-        stage = step.stage
-        step.done_early |= {
-            Action(verb, stage.pp_index, bucket) for verb in stage.update_verbs for bucket in range(stage.num_buckets)
-        }
-        self._fused.begin_step()
-
-    def end_step(self, step: StepState) -> None:
-        step.read_totals()
-        wait_all(step, step.stage)
-        if step.is_skipped:
-            step.stage.gradients.drop_grads()
-            end_stages(self._parts)
+        At the end none of theirs is pending.
+        """
+        if not self.has_pending:
+            yield
             return
-        self._fused.postpone(step.update_args)
+        last = max(map(self._position.__getitem__, buckets), default=-1)
+        if last >= self._num_updated and self._num_reported:
+            for bucket in buckets:
+                self._was_accessed[bucket] = False
+        self._in_forward = True
+        try:
+            with self._param_access.with_transforms():
+                yield
+        finally:
+            self._in_forward = False
+        self._update_up_to(last)
+        if self._num_updated == len(self._order):
+            self._run_pending()
 
-    def newest_ended(self, step: StepState) -> StepState:
-        return step
+    def _end_first_backward(self, action: Action) -> None:
+        """Raise TrainingError if backward has reached a bucket of its stage and forward reported no access to it."""
+        if action.index > 0:
+            return
+        missed = [
+            name
+            for bucket in self._stage.buckets_of(action.stage)[: self._num_reported]
+            if not self._was_accessed[bucket] and (name := self._stage.gradients.countdown.first_reached(bucket))
+        ]
+        if missed:
+            got = f"a use of {missed[0]} that torch did not report: forward used the weights before their update"
+            need = "operations of torch, or registered with torch.library"
+            raise TrainingError(Problem(got, need, 'update = "after"'))
 
-    def flush(self) -> None:
-        self._fused.finish()
+    def before_unshard(self, bucket: int) -> None:
+        """This rank's shard of a bucket is about to be read."""
+        if self.has_pending:
+            with outside_transforms(self._device_type):
+                self._update_up_to(self._position[bucket])
+
+    def before_access(self, bucket: int) -> None:
+        """A parameter of a bucket is about to be read, in place."""
+        self._was_accessed[bucket] = True
+        position = self._position[bucket]
+        if position < self._num_ready:
+            return
+        if not self._in_forward:
+            got = "a weight used between steps, while its update waits for the next forward"
+            raise TrainingError(Problem(got, "the update first", "step.flush() on every rank"))
+        with outside_transforms(self._device_type):
+            self._update_up_to(position)
+            self._stage.gatherer.wait(bucket)
+        self._num_ready = position + 1
 
     @property
-    def has_pending(self) -> bool:
-        return self._fused.has_pending
+    def _device_type(self) -> str:
+        return self._stage.parameters[0][0].device.type
+
+    def _update_up_to(self, position: int) -> None:
+        while self._num_updated <= position:
+            self._num_updated += 1
+            self._update(self._order[self._num_updated - 1])
+            if self._num_updated == len(self._order):
+                # At once: no rank of a host may store gradients before all of them have signalled this.
+                self._stage.reducer.end_step()
+
+    def _update(self, bucket: int) -> None:
+        """Update a bucket with the gradient of the previous step."""
+        stage, recorder = self._stage, self._parts.meter.recorder
+        assert self._args is not None
+        with recorder.action(Action(Verb.UPDATE, self._stage.pp_index, bucket)):
+            stage.gatherer.wait_writable()
+            stage.gradients.restore_grads(bucket)
+            run_optimizer(stage, bucket, self._args)
+            stage.gradients.free_grads(bucket)
+        for verb in stage.update_verbs[1:]:
+            with recorder.action(Action(verb, self._stage.pp_index, bucket)):
+                stage.gatherer.all_gather_async(bucket, stage.weights.flats[bucket])

@@ -51,7 +51,7 @@ class LaunchSink:
 
 def launch_next(step: StepState, stage: Stage, *, may_wait: bool) -> int | None:
     """Launch the next complete bucket of a stage; returns it, or None."""
-    factor = step.parts.scaling.sum_factor(step.poll_grad_scale())
+    factor = step.stage.scaling.sum_factor(step.poll_grad_scale())
     return stage.gradients.launch_next(factor, may_wait=may_wait)
 
 
@@ -251,7 +251,7 @@ def measure(step: StepState, action: Action) -> None:
 def _measure_nominal_count(step: StepState, action: Action) -> None:
     """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
     by_rank = step.parts.count_ranks.all_gather_json(step.count_of(0))
-    step.nominal_count = max(1.0, step.parts.scope.nominal_count(sum(by_rank)) * len(step.microbatches))
+    step.nominal_count = max(1.0, step.parts.local.scope.nominal_count(sum(by_rank)) * len(step.microbatches))
 
 
 def _measure_loss(step: StepState, action: Action) -> None:
@@ -272,11 +272,11 @@ def _measure_grad_norm(step: StepState, action: Action) -> None:
     step.read_totals()
     parts = step.parts
     squares = _own_squares(step, step.stage)
-    factor = parts.scaling.update_factor(step.grad_scale)
-    squares = parts.scope.scaled_squares(squares, factor)
+    factor = step.stage.scaling.update_factor(step.grad_scale)
+    squares = parts.local.scope.scaled_squares(squares, factor)
     parts.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
     total = parts.scalars.wait(GRAD_NORM)[0]
-    _clip(step, *parts.scope.norms(total, squares, factor))
+    _clip(step, *parts.local.scope.norms(total, squares, factor))
 
 
 def _own_squares(step: StepState, stage: Stage) -> Tensor:
@@ -301,7 +301,7 @@ def _clip(step: StepState, norm: float, global_norm: float) -> None:
     if not step.is_skipped:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         coefficient = min(step.parts.max_norm / (norm + 1e-6), 1.0)
-        step.grad_scale *= step.parts.scaling.clip(coefficient, step.stage.reducer)
+        step.grad_scale *= step.stage.scaling.clip(coefficient, step.stage.reducer)
 
 
 def _measure_trust_norms(step: StepState, action: Action) -> None:
@@ -334,8 +334,8 @@ def wait_all(step: StepState, stage: Stage) -> None:
 def wait_bucket(step: StepState, stage: Stage, bucket: int) -> None:
     """Wait for a bucket's reduction; the totals are known."""
     if not stage.gradients.countdown.is_launched(bucket):  # as in local steps, whose programs have no reductions
-        launch_complete(stage.gradients, step.parts.scaling.sum_factor(step.grad_scale))
-    factor = step.parts.scaling.sum_factor(step.grad_scale)
+        launch_complete(stage.gradients, step.stage.scaling.sum_factor(step.grad_scale))
+    factor = step.stage.scaling.sum_factor(step.grad_scale)
     assert factor is not None
     stage.reducer.wait_reduce(bucket, factor)
     stage.gradients.record_done(bucket)
@@ -367,11 +367,11 @@ def begin_updates(step: StepState) -> None:
     """Before the first update of a step: the optimizer's pre-hooks see all gradients as the update will use them."""
     step.has_begun_updates = True
     total = step.read_totals().count
-    step.parts.local_sgd.add_loss_counts(step.trained_count, total)
+    step.parts.local.sgd.add_loss_counts(step.trained_count, total)
     stage = step.stage
     if stage.step_hooks.has_any_hook:
         wait_all(step, stage)
-        factor = step.parts.scaling.update_factor(step.grad_scale)
+        factor = step.stage.scaling.update_factor(step.grad_scale)
         counts = step.num_ranks_with_grad
         step.num_ranks_with_grad = stage.step_hooks.run_pre_hooks(stage.reducer, counts, factor)
         step.has_called_hooks = True
@@ -398,12 +398,12 @@ def gather(step: StepState, action: Action) -> None:
 
 def push(step: StepState, action: Action) -> None:
     """Local SGD: start to sum the ranks' changes of a bucket's weights."""
-    step.parts.local_sgd.push(action.index)
+    step.parts.local.sgd.push(action.index)
 
 
 def pull(step: StepState, action: Action) -> None:
     """Local SGD: take a bucket's new weights from the sum."""
-    step.parts.local_sgd.pull(action.index)
+    step.parts.local.sgd.pull(action.index)
     step.has_pulled = True
     step.stage.weights.edits.increment_version(action.index)
 

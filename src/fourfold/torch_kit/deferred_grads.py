@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,37 +56,24 @@ class PendingGrads:
         return sum(product.left.nbytes for product in self.products)
 
 
-class BackwardHalves(Protocol):
-    """How the backwards of a stage are divided."""
+class WholeBackward:
+    """How the backwards of a stage are divided: not at all."""
 
     def in_forward(self) -> contextlib.AbstractContextManager[None]:
         """A forward, whose backward may be divided."""
-        ...
-
-    def first_half(self, hooks: GradHooks) -> contextlib.AbstractContextManager[PendingGrads]:
-        """A backward that leaves gradients pending. `hooks`: of the parameters."""
-        ...
-
-    def second_half(self, pending: PendingGrads, sink: GradSink) -> None:
-        """Accumulate what is pending; the sink takes each gradient."""
-        ...
-
-
-class WholeBackward:
-    """Backwards are not divided: see `BackwardHalves`."""
-
-    def in_forward(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def first_half(self, hooks: GradHooks) -> contextlib.AbstractContextManager[PendingGrads]:
+        """A backward that leaves gradients pending. `hooks`: of the parameters."""
         raise AssertionError("a backward in halves, in a stage whose forwards do not prepare them")
 
     def second_half(self, pending: PendingGrads, sink: GradSink) -> None:
+        """Accumulate what is pending; the sink takes each gradient."""
         raise AssertionError("a backward in halves, in a stage whose forwards do not prepare them")
 
 
-class DeferredGrads:
-    """Backwards in two halves: see `BackwardHalves`."""
+class DeferredGrads(WholeBackward):
+    """Backwards in two halves."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """`parameters`: in the order in which gradient hooks number them."""

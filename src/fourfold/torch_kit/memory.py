@@ -17,8 +17,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,20 +55,12 @@ class MemoryUse(NamedTuple):
         return self.private_bytes + self.shared_bytes
 
 
-class TensorOwner(Protocol):
-    """Has long-lived tensors that were not allocated here, such as the states of torch's optimizers."""
-
-    def owned_tensors(self) -> Iterable[torch.Tensor]:
-        """The tensors at this moment."""
-        ...
-
-
 _kept_for_good = threading.Event()
 """Whether a step of this process has ended, after which freed memory is kept."""
 # Entering and removing a key are single operations of a dict: threads and the garbage collector do both.
 _live_buffers: dict[int, MemoryUse] = {}
 _buffer_ids = itertools.count()
-_owners: "weakref.WeakSet[TensorOwner]" = weakref.WeakSet()
+_owners: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # Shared memory that this process has made and not mapped yet, by device and inode. A dict, not a set: `pop` is atomic
 # and says whether the key was there. (In tests ranks are threads that map at the same time.)
 _unmapped: dict[tuple[int, int], bool] = {}
@@ -81,8 +73,10 @@ def memory_use() -> MemoryUse:
     return MemoryUse(owned_bytes + sum(each.private_bytes for each in alive), sum(each.shared_bytes for each in alive))
 
 
-def track_owner(owner: TensorOwner) -> None:
-    """From now on `memory_use` counts the owner's tensors too, as long as the owner lives."""
+def track_owner(owner: Any) -> None:
+    """From now on `memory_use` counts `owner.owned_tensors()` too, as long as the owner lives: tensors that were not
+    allocated here, such as the states of torch's optimizers.
+    """
     _owners.add(owner)
 
 

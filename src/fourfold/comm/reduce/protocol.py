@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fourfold.axes.data.rules.transport_request import TransportRequest
-from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, RestingLayouts
+from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, RestingLayouts, TransportRequest
 from fourfold.comm.reduce.scalars import ScalarReducer
 
 # ---- what is asked of a transport ----------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from fourfold.step.assembly import Assembly, assemble
 from fourfold.step.initial_model import build_meta_model, make_initial_model
 from fourfold.step.model_checks import check_plan_on_ranks
 from fourfold.step.stage import Stage
-from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, WholeBackward
+from fourfold.torch_kit.deferred_grads import DeferredGrads, WholeBackward
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.words.errors import PlanError, TaskError
 from fourfold.words.task import Task
@@ -349,7 +349,7 @@ class SegmentTimer:
             self._chunk.backward([loss], None)
         return self._clock.end_backward(), []
 
-    def _run(self, batch: Any, halves: BackwardHalves, backward: Backward) -> SegmentTurns:
+    def _run(self, batch: Any, halves: WholeBackward, backward: Backward) -> SegmentTurns:
         sink = _DroppedGrads(self._probe.parameters, self._clock)
         taken: list[tuple[list[float], list[float], list[float]]] = []
 
@@ -365,7 +365,7 @@ class SegmentTimer:
         timed = taken[-self._turns.take(turn) :]
         return SegmentTurns(*(_medians(each) for each in zip(*timed, strict=True)))
 
-    def _forward(self, part: Microbatch, halves: BackwardHalves) -> tuple[list[float], Tensor]:
+    def _forward(self, part: Microbatch, halves: WholeBackward) -> tuple[list[float], Tensor]:
         self._clock.begin_forward()
         with halves.in_forward():
             output = self._chunk.forward(part, [])

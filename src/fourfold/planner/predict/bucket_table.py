@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fourfold.axes.data.rules.buckets import SHARD_ALIGNMENT, Bucket, effective_bucket_bytes, make_buckets
-from fourfold.axes.data.rules.transport_request import request_transport
+from fourfold.axes.data.rules.zero import request_transport
 from fourfold.plan.lowering import Blueprint, DataGroup, StageBuckets, effective_layouts, planned_layouts
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan

@@ -133,7 +133,7 @@ class ForwardCheck:
         with task.in_check(), explain_transform_errors():
             if training and (problems := hook_problems(self._weight_check.trained, task.split.num_parts)):
                 report["problems"] = problems
-            elif not is_empty and task.objective.is_model_loss and is_compiled(task.model):
+            elif not is_empty and task.objective.function.is_of_model and is_compiled(task.model):
                 attempt = "compiling parts of the model: model.model = torch.compile(model.model)"
                 what = "loss = None and a compiled model"
                 report["problems"] = [compiled_problem(what, task.split.num_parts, attempt)]

@@ -9,7 +9,7 @@ With master weights, `compare_all` compares every element; that takes as long as
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,48 +48,30 @@ class _WeightSample:
         return [n for n in range(len(now) // size) if now[n * size :][:size] != self._saved_bytes[n * size :][:size]]
 
 
-class WeightEdits(Protocol):
-    """Watches the trainable parameters of a step."""
-
-    def increment_version(self, bucket: int) -> None:
-        """Count a write of Fourfold's own, so that autograd refuses a backward through the old weights."""
-        ...
-
-    def refresh_samples(self) -> None:
-        """After updates: what they wrote is no edit. Edits that versions have counted stay edits."""
-        ...
-
-    def accept_edits(self) -> None:
-        """Continue from the current weights, whatever wrote them."""
-        ...
-
-    def problems(self, *, compare_all: bool, sampled: bool) -> list[Problem]:
-        """The edits that would be lost. `compare_all` reads all weights, `sampled` only samples of them."""
-        ...
-
-
 class TrainedEdits:
-    """Training continues from every edit: see `WeightEdits`."""
+    """Watches the trainable parameters of a step; training continues from every edit."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket]) -> None:
         self._parameters = [[parameters[slot.name] for slot in bucket.slots] for bucket in buckets]
 
     def increment_version(self, bucket: int) -> None:
+        """Count a write of Fourfold's own, so that autograd refuses a backward through the old weights."""
         with untracked_access():
             torch.autograd.graph.increment_version(self._parameters[bucket])
 
     def refresh_samples(self) -> None:
-        pass
+        """After updates: what they wrote is no edit. Edits that versions have counted stay edits."""
 
     def accept_edits(self) -> None:
-        pass
+        """Continue from the current weights, whatever wrote them."""
 
     def problems(self, *, compare_all: bool, sampled: bool) -> list[Problem]:
+        """The edits that would be lost. `compare_all` reads all weights, `sampled` only samples of them."""
         return []
 
 
 class RefusedEdits(TrainedEdits):
-    """The next update would overwrite edits, or not see them: see `WeightEdits`."""
+    """The next update would overwrite edits, or not see them."""
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ Law: a parameter keeps its values, its shape and its memory order.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,70 +71,15 @@ def flatten_params(
 # ---- storages ------------------------------------------------------------------------------------------------------
 
 
-class WeightStorage(Protocol):
-    """The weights that the model computes with."""
-
-    shards: Sequence[BucketSlice]
-    """By bucket: the part of its weights that this rank holds."""
-    layout: RankLayout
-    whole_params: Mapping[str, nn.Parameter]
-    """The parameters that have their weights between steps: all, or none."""
-    edit_loss_reason: str
-    """Why training would not continue from weights that are written in place; empty if it would."""
-    forward_loss_reason: str
-    """The same of weights that forward writes."""
-
-    def broadcast(self) -> None:
-        """Bring the first rank's weights to all. Collective."""
-        ...
-
-    def wait_written(self) -> None:
-        """Return when every rank's writes can be read by the ranks that share them. Collective."""
-        ...
-
-    def private_copies(self) -> AbstractContextManager[None]:
-        """Inside, parameters are whole, and any rank may write them; then all ranks get the first one's. Collective."""
-        ...
-
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Replace weights, by name, as far as this rank writes them."""
-        ...
-
-    def local_shard(self, name: str) -> Tensor:
-        """This rank's part of a parameter: the parameter itself, or flat."""
-        ...
-
-    def held_parts(self, name: str) -> Sequence[ParamPart]:
-        """The part of a parameter that this rank writes, if any; the parameter itself if that is all of it."""
-        ...
-
-    def phase(self, kind: str, stage: int, sink: UnshardSink) -> AbstractContextManager[None]:
-        """Inside, a stage of the model may be called. Collective if weights rest split."""
-        ...
-
-    def plan_unshard(self, bucket: int, index: int) -> None:
-        """The next phase unshards this bucket, after those that are planned already."""
-        ...
-
-    def use_orders(self) -> Mapping[str, Sequence[int]]:
-        """By kind of phase: the buckets in the order in which the stages' last phases unsharded them."""
-        ...
-
-    @property
-    def num_out_of_turn(self) -> int:
-        """How many unshards were in no program, where it had others."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
-        ...
-
-
 class ResidentWeights:
-    """Every rank has all weights to itself, in one flat per bucket: see `WeightStorage`."""
+    """The weights that the model computes with: here every rank has all of them to itself, in one flat per bucket."""
 
     num_out_of_turn = 0
-    edit_loss_reason = forward_loss_reason = ""
+    """How many unshards were in no program, where it had others."""
+    edit_loss_reason = ""
+    """Why training would not continue from weights that are written in place; empty if it would."""
+    forward_loss_reason = ""
+    """The same of weights that forward writes."""
 
     def __init__(
         self,
@@ -146,50 +90,61 @@ class ResidentWeights:
     ) -> None:
         flats = flatten_params(parameters, buckets, gatherer)
         self.shards: Sequence[BucketSlice] = [BucketSlice(0, flat.numel(), flat) for flat in flats]
+        """By bucket: the part of its weights that this rank holds."""
         self.layout: RankLayout = WholeLayout(parameters, buckets, data_ranks)
         self.whole_params = parameters
+        """The parameters that have their weights between steps: all, or none."""
         self._gatherer, self._data_ranks = gatherer, data_ranks
         self._written = parameters if gatherer.is_writer else {}
 
     def broadcast(self) -> None:
+        """Bring the first rank's weights to all. Collective."""
         for shard in self.shards:
             self._data_ranks.broadcast(shard.flat)
 
     def wait_written(self) -> None:
-        pass
+        """Return when every rank's writes can be read by the ranks that share them. Collective."""
 
     @contextlib.contextmanager
     def private_copies(self) -> Iterator[None]:
+        """Inside, parameters are whole, and any rank may write them; then all ranks get the first one's. Collective."""
         yield
         self.broadcast()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
+        """Replace weights, by name, as far as this rank writes them."""
         for name in values.keys() & self._written.keys():
             self._written[name].copy_(values[name])
 
     def local_shard(self, name: str) -> Tensor:
+        """This rank's part of a parameter: the parameter itself, or flat."""
         return self.whole_params[name].detach()
 
     def held_parts(self, name: str) -> Sequence[ParamPart]:
+        """The part of a parameter that this rank writes, if any; the parameter itself if that is all of it."""
         # Not a view: an update may still wait for the parameter's next use.
         return [ParamPart(0, self._written[name])] if name in self._written else []
 
     def phase(self, kind: str, stage: int, sink: UnshardSink) -> AbstractContextManager[None]:
+        """Inside, a stage of the model may be called. Collective if weights rest split."""
         return contextlib.nullcontext()
 
     def plan_unshard(self, bucket: int, index: int) -> None:
+        """The next phase unshards this bucket, after those that are planned already."""
         raise AssertionError("weights rest whole")
 
     def use_orders(self) -> Mapping[str, Sequence[int]]:
+        """By kind of phase: the buckets in the order in which the stages' last phases unsharded them."""
         return {}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
         for name, p in self.whole_params.items():
             yield name, p.detach()
 
 
 class HostSharedWeights(ResidentWeights):
-    """The ranks of a host share one copy of all weights, in one flat per bucket: see `WeightStorage`."""
+    """The ranks of a host share one copy of all weights, in one flat per bucket."""
 
     edit_loss_reason = "the ranks of a host share these weights, and each rank would write them"
     forward_loss_reason = "the ranks of a host share one copy, and each rank would write it"
@@ -215,7 +170,7 @@ class HostSharedWeights(ResidentWeights):
 
 
 class ShardedWeights:
-    """Every rank has its shard of every bucket, and parameters are placeholders: see `WeightStorage`."""
+    """Every rank has its shard of every bucket, and parameters are placeholders: see `ResidentWeights`."""
 
     edit_loss_reason = "between steps the parameters are placeholders, and the weights are stored split"
     forward_loss_reason = "they are all-gathered for each use, and a write into them is lost"
@@ -279,3 +234,6 @@ class ShardedWeights:
         for bucket, flat in self.sharded_params.unsharded_buckets():
             for name, start, stop in bucket.slots:
                 yield name, flat[start:stop].view(self._parameters[name].shape)
+
+
+WeightStorage = ResidentWeights | ShardedWeights
