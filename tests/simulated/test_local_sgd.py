@@ -82,7 +82,7 @@ def test_gradients_are_never_reduced_and_weights_only_in_averaging_steps():
         step = build_step(LOCAL, 2, comm)
         for batch in batches(LOCAL):
             step(local_batch(batch, 2, step.dp_index))
-        return step.program, step.local_program
+        return step.program, step._programs.between
 
     for averaging, local in threads.run(2, body):
         assert {a.verb for a in averaging} - {a.verb for a in local} == {Verb.PUSH, Verb.PULL}

@@ -51,13 +51,10 @@ from fourfold.step.grad_strategies import DividedByNominalCount, DividedByOwnCou
 from fourfold.step.model_checks import (
     OptimizerWatch,
     check_model_loss,
-    check_specs,
-    check_update_timing,
-    check_user_optimizer,
+    check_optimizer,
     refuse_own_state_dict,
     watch_norms,
 )
-from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.persistent_state import PersistentState
 from fourfold.step.recomputed_blocks import RecomputedBlocks, recomputed_blocks
 from fourfold.step.stage import make_chunks
@@ -134,8 +131,10 @@ def assemble(
     """Make all parts of a step, on the plan's mesh. Collective. Raises PlanError, OptimizerError, TaskError."""
     check_model_loss(loss, plan)
     model = initial.model
-    optimizer = _take_optimizer(optimizer_source, model, plan, options, world)
-    specs = laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec)
+    optimizer = build_optimizer(optimizer_source, list(model.parameters()))
+    check_same_optimizer(world, optimizer, model)
+    specs = check_optimizer(optimizer, model, plan, options.tensor, skip_nan=options.skip_nan)
+    refuse_own_state_dict(optimizer)
     update = update_spec(model, optimizer, clip=options.clip)
     axes = _attach(_make_rank(initial, optimizer, loss, plan, world, options))
     trained = lay_out(model, optimizer, plan, world, specs, update)
@@ -237,18 +236,6 @@ def _find_recomputed(axes: _Axes) -> RecomputedBlocks:
     group = group if shares_inputs else MessageTensorGroup(group.meter, pipeline.ranks.device)
     names = recomputed_blocks(pipeline.skeleton, plan.recompute, pipeline.stages.chain.blocks)
     return RecomputedBlocks(names, group, plan.recompute == "selective", axes.tensor.split_params)
-
-
-def _take_optimizer(
-    source: OptimizerSource, model: nn.Module, plan: Plan, options: StepOptions, world: Communicator
-) -> Optimizer:
-    optimizer = build_optimizer(source, list(model.parameters()))
-    check_same_optimizer(world, optimizer, model)
-    check_specs(plan, laid_out_specs(model, optimizer, options.tensor, plan.tensor_spec, plan.stage_spec))
-    check_update_timing(optimizer, plan, skip_nan=options.skip_nan)
-    check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    refuse_own_state_dict(optimizer)
-    return optimizer
 
 
 def _division(plan: Plan) -> DividedByNominalCount:

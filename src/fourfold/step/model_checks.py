@@ -29,12 +29,14 @@ from fourfold.plan.check import (
     model_trait_problems,
     param_problems,
     size_problems,
+    step_hook_conflicts,
 )
 from fourfold.plan.model_traits import ModelTraits, own_loss_problems
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
 from fourfold.proof.digests.build import check_same_build
 from fourfold.step.argument_checks import StepOptions
+from fourfold.step.model_layout import laid_out_specs
 from fourfold.torch_kit import mixed_precision
 from fourfold.torch_kit.shared_memory import check_weights_apart
 from fourfold.torch_kit.torch_private import (
@@ -195,7 +197,10 @@ def check_model_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None
 
 def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
     """Every problem of the plan by itself, and of the plan with this model."""
-    return model_problems(model, plan) + combination_problems(plan, clip=clip)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
+    problems = problems + _cast_problems(model) + model_trait_problems(plan, model_traits(model))
+    return problems + combination_problems(plan, clip=clip)
 
 
 def check_update_timing(optimizer: Optimizer, plan: Plan, *, skip_nan: int = 0) -> None:
@@ -209,18 +214,17 @@ def check_update_timing(optimizer: Optimizer, plan: Plan, *, skip_nan: int = 0) 
         raise PlanError(problems, where="the plan")
 
 
-def check_specs(plan: Plan, specs: Sequence[ParamSpec]) -> None:
-    """Raise PlanError if the plan cannot be carried out with these parameters, as the tensor axis splits them."""
-    problems = param_problems(plan, specs)
-    if problems:
+def check_optimizer(
+    optimizer: Optimizer, model: nn.Module, plan: Plan, tensor: Mapping[str, str], *, skip_nan: int = 0
+) -> list[ParamSpec]:
+    """The trained parameters as the plan lays them out. Raises PlanError or OptimizerError if they cannot be, or if
+    this optimizer cannot update them so. `tensor`: the rules of the tensor axis."""
+    specs = laid_out_specs(model, optimizer, tensor, plan.tensor_spec, plan.stage_spec)
+    if problems := param_problems(plan, specs):
         raise PlanError(problems, where="the plan")
-
-
-def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
-    """Every problem of the plan with this model."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
-    return problems + _cast_problems(model) + model_trait_problems(plan, model_traits(model))
+    check_update_timing(optimizer, plan, skip_nan=skip_nan)
+    check_user_optimizer(optimizer, step_hook_conflicts(plan))
+    return specs
 
 
 def model_traits(model: nn.Module) -> ModelTraits:

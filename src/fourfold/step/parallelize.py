@@ -26,12 +26,10 @@ from fourfold.step.argument_checks import check_arguments
 from fourfold.step.initial_model import build_meta_model, make_initial_model
 from fourfold.step.model_checks import (
     check_model_loss,
-    check_specs,
-    check_update_timing,
+    check_optimizer,
     check_user_optimizer,
     model_plan_problems,
 )
-from fourfold.step.model_layout import laid_out_specs
 from fourfold.step.train_step import TrainStep
 from fourfold.torch_kit.deferred_init import InitialModel
 from fourfold.torch_kit.shared_memory import check_weights_apart
@@ -121,9 +119,7 @@ def preflight(task: Task, plan: Plan) -> nn.Module:
     check_model_loss(task.loss, plan)
     transports.check_transport_device(plan.transport, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = build_optimizer(task.optimizer, list(model.parameters()))
-    check_update_timing(optimizer, plan)
-    check_user_optimizer(optimizer, step_hook_conflicts(plan))
-    check_specs(plan, laid_out_specs(model, optimizer, task.tensor, plan.tensor_spec, plan.stage_spec))
+    check_optimizer(optimizer, model, plan, task.tensor)
     return model
 
 

@@ -49,17 +49,9 @@ class CollectiveCalls:
         self.begin(call)
         self.checker.meet()
 
-    def meet_tensor_ranks(self, part: str) -> None:
-        """Wait until the tensor ranks of this place are in this part of the call. Raises DivergenceError."""
-        self.checker.meet(part)
-
     def enter(self, call: str) -> None:
         """Begin a call, and wait until all ranks have begun it. Raises DivergenceError."""
         self.begin(call)
-        self.checker.check_same()
-
-    def check_same(self) -> None:
-        """Wait until all ranks have begun this call. Raises DivergenceError."""
         self.checker.check_same()
 
     def raise_after_mismatch(self, call: str, error: FourfoldError) -> NoReturn:
@@ -225,7 +217,7 @@ class StepChecks:
         compares_batches = self._duplicate_batches.num_left > 0 and samples is None
         compares_sources = self.num_calls == 0 and samples is not None
         if compares_all or compares_batches or compares_sources or norm_modes:
-            self._calls.check_same()  # before other collectives than sums
+            self._calls.checker.check_same()  # before other collectives than sums
         if compares_sources:
             check_same_source(self._calls.world.all_gather_json(getattr(batch, "probe", None)))
         if compares_batches:
@@ -236,7 +228,7 @@ class StepChecks:
         norm_modes = "".join(each.call_text(in_training=False) for each in self._norms)
         self._calls.begin(f"{call}{norm_modes}", samples)
         if norm_modes:
-            self._calls.check_same()
+            self._calls.checker.check_same()
 
     def _compare_batches(self, batch: Any) -> None:
         """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""

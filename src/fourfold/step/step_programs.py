@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from fourfold.axes.data.rules.step_program import UseOrders
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.step_programs import StepRecord
-from fourfold.plan.topology import Topology
 from fourfold.words.program import Action, Program, Verb
 
 NOT_LEARNT = UseOrders((), (), ())
@@ -19,7 +18,7 @@ class StepPrograms:
     """The programs of one rank. Orders are by stage."""
 
     def __init__(self, blueprint: Blueprint, rank: int) -> None:
-        self._blueprint, self._rank = blueprint, rank
+        self.blueprint, self._rank = blueprint, rank
         self._launch_orders: dict[int, tuple[int, ...]] = {}
         self._use_orders = dict.fromkeys(self._num_buckets(), NOT_LEARNT)
         self._learnt: Mapping[int, Mapping[str, Sequence[int]]] = {}
@@ -30,36 +29,11 @@ class StepPrograms:
         self._lower()
 
     def _lower(self) -> None:
-        self._programs = self._blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
-
-    @property
-    def blueprint(self) -> Blueprint:
-        """What they are lowered from."""
-        return self._blueprint
-
-    @property
-    def sync_interval(self) -> int:
-        """After so many steps, and so many more, all ranks have the same weights."""
-        return self._blueprint.sync_interval
-
-    @property
-    def topology(self) -> Topology:
-        """The machines that the ranks run on."""
-        return self._blueprint.topology
-
-    @property
-    def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that meet in shared memory, a tuple for each."""
-        return self._blueprint.ranks_by_memory
-
-    @property
-    def at_sync(self) -> tuple[Action, ...]:
-        """The actions of a step; with local steps: of one at whose end weights are averaged."""
-        return self._programs.step[self._rank]
+        self._programs = self.blueprint.programs(StepRecord(self._launch_orders, self._use_orders))
 
     @property
     def of_ranks(self) -> Program:
-        """As `at_sync`, of all ranks."""
+        """By rank: the actions of a step; with local steps: of one at whose end weights are averaged."""
         return self._programs.step
 
     @property
@@ -84,7 +58,7 @@ class StepPrograms:
 
     def of_step(self, number: int, *, measures_count: bool = False) -> tuple[Action, ...]:
         """The program of step `number`, from 1. `measures_count`: also if the nominal count is known."""
-        is_local = number % self.sync_interval > 0
+        is_local = number % self.blueprint.sync_interval > 0
         has_count = self.nominal_count is not None and not measures_count
         return self._programs.of_step(is_local=is_local, has_nominal_count=has_count)[self._rank]
 
@@ -92,7 +66,7 @@ class StepPrograms:
     def reduction_order(self) -> tuple[int, ...]:
         """The order in which this rank's program launches its buckets."""
         record = StepRecord(self._launch_orders)
-        return self._blueprint.step_spec(self._blueprint.group_of(self._rank), record).reduction_order
+        return self.blueprint.step_spec(self.blueprint.group_of(self._rank), record).reduction_order
 
     @property
     def launch_order(self) -> list[int]:
@@ -114,7 +88,7 @@ class StepPrograms:
         return orders if sum(map(len, orders.values())) == len(order) else {}
 
     def _num_buckets(self) -> dict[int, int]:
-        return {group.stage.stage: len(group.buckets) for group in self._blueprint.groups}
+        return {group.stage.stage: len(group.buckets) for group in self.blueprint.groups}
 
     def _first_buckets(self) -> dict[int, int]:
         counts = self._num_buckets()

@@ -249,7 +249,7 @@ class StepRunner:
         self._learn_use_orders()
         if not programs.has_record:
             # Without elements there is no estimate.
-            programs.nominal_count = step.known_nominal_count if totals.count else None
+            programs.nominal_count = step.nominal_count if totals.count else None
             if skipped is None:
                 self.set_record(self._agree_launch_orders(), self._parts.local.scope.nominal_count(totals.count))
         return skipped
@@ -301,7 +301,7 @@ class StepRunner:
         pipeline = self._assembly.pipeline
         pipeline.skeleton.training = self.model.training
         if self._assembly.proof.is_needed(training=training):
-            self._calls.check_same()
+            self._calls.checker.check_same()
             pipeline.follow_modes(self.model)
             self._assembly.proof.run(batch, training=training)
             self._weights.edits.accept_edits()
@@ -320,7 +320,7 @@ class StepRunner:
         self._checks.before_evaluation("run_forward()")
         self._assembly.timing.flush()
         if batch is None:
-            self._calls.meet_tensor_ranks("no batch")
+            self._calls.checker.meet("no batch")
         batch, problem = (None, None) if batch is None else self._assembly.batches.compare(batch)
         if problem is not None:
             raise TaskError(problem, where="the batch")
@@ -342,7 +342,7 @@ class StepRunner:
 
         With several stages on their ranks together. Raises TaskError if these have other inputs.
         """
-        self._calls.meet_tensor_ranks("a forward")
+        self._calls.checker.meet("a forward")
         self._assembly.pipeline.check_same_inputs(inputs)
         part = Microbatch(inputs, None, num_samples=1, num_tokens=0)  # nothing is summed: the counts are not read
         step = StepState(self._parts, StepRequest([part]))

@@ -237,16 +237,6 @@ class StepState:
                 local[TOTALS.index(name)] += value
         return local
 
-    def count_of(self, index: int) -> float:
-        """The loss elements of a microbatch on this rank; 0 if it is empty."""
-        return float(self.losses[index].count) if index in self.losses else 0.0
-
-    @property
-    def known_nominal_count(self) -> float:
-        """The nominal count, after the measure that finds it in the first step."""
-        assert self.nominal_count is not None
-        return self.nominal_count
-
     def poll_grad_scale(self) -> float | None:
         """The grad scale, or None while the totals are not known or are refused.
 

@@ -95,7 +95,7 @@ class TrainStep:
     @property
     def program(self) -> tuple[Action, ...]:
         """The actions of a step. With local steps: of one at whose end weights are averaged."""
-        return self._programs.at_sync
+        return self._programs.of_ranks[self.rank]
 
     @property
     def programs(self) -> Program:
@@ -103,19 +103,14 @@ class TrainStep:
         return self._programs.of_ranks
 
     @property
-    def local_program(self) -> tuple[Action, ...]:
-        """With local steps: the actions of a step without an average of weights."""
-        return self._programs.between
-
-    @property
     def topology(self) -> Topology:
         """The machines that the ranks run on."""
-        return self._programs.topology
+        return self._programs.blueprint.topology
 
     @property
     def ranks_by_memory(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that meet in shared memory, a tuple for each."""
-        return self._programs.ranks_by_memory
+        return self._programs.blueprint.ranks_by_memory
 
     @property
     def objective(self) -> Objective:
@@ -282,7 +277,7 @@ class TrainStep:
         called = inference_model(self.model, self._runner, self._assembly.pipeline)
         with eval_mode(self.model), self._unsharded(), called as model:
             yield model
-            self._calls.meet_tensor_ranks("the end")
+            self._calls.checker.meet("the end")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trainable weight by name, whole, one at a time; read only. Collective: all ranks iterate to the end."""
@@ -334,14 +329,9 @@ class TrainStep:
         """This rank's shard of every trainable parameter, of its master weights if it has them; no copies.
 
         A parameter that is stored whole and has no master weights is returned itself; all others are flat, with the
-        elements `shard_ranges`. Not collective.
+        elements `state_layout.ranges`. Not collective.
         """
         return {name: self._weights.weight_shard(name) for name in self._weights.trainable}
-
-    @property
-    def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
-        """By parameter: the elements [start, stop) of its flattened form whose optimizer state is this rank's."""
-        return self.state_layout.ranges
 
     @property
     def state_layout(self) -> RankLayout:
@@ -373,8 +363,8 @@ class TrainStep:
     def state_refs(self) -> dict[str, Any]:
         """`state_dict` without copies: each optimizer tensor is a list of consecutive flat slices.
 
-        If optimizer states are stored split, these are only this rank's: the elements `shard_ranges`. With local steps
-        each rank has its own states. Collective if updates wait for the next forward: see `flush`.
+        If optimizer states are stored split, these are only this rank's: the elements `state_layout.ranges`. With
+        local steps each rank has its own states. Collective if updates wait for the next forward: see `flush`.
         """
         self._check_synchronized()
         self._assembly.timing.flush()
@@ -413,7 +403,7 @@ class TrainStep:
     def _check_synchronized(self) -> None:
         """Raise TrainingError unless all ranks have the same weights."""
         if not self._checks.is_synchronized:
-            interval = self._programs.sync_interval
+            interval = self._programs.blueprint.sync_interval
             got = f"the state after step {self._calls.num_steps}, with local_steps = {interval}"
             need = "the same weights on all ranks, which they have just after averaging them"
             after = -(-self._calls.num_steps // interval) * interval

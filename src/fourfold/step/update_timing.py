@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from fourfold.step.stage import Stage
 from fourfold.step.step_state import StepParts, StepState, UpdateArgs
 from fourfold.step.verbs import (
     VERBS,
@@ -82,7 +81,7 @@ class UpdateTiming:
 def _update_after_backward(step: StepState, action: Action) -> None:
     """Update a bucket when no rank of the host reads the weights of this step."""
     stage, bucket = step.stage, action.index
-    if is_update_due(step, stage, bucket):
+    if is_update_due(step, bucket):
         if not step.has_begun_updates:
             # Backward may read a weight after its gradient is complete, if the weight is also used without gradient.
             stage.gatherer.signal_backward_done()
@@ -94,16 +93,16 @@ def _update_after_backward(step: StepState, action: Action) -> None:
 class _UpdateSink:
     """Launches the buckets that gradients complete, and updates those that are reduced, in program order."""
 
-    def __init__(self, step: StepState, stage: Stage, action: Action) -> None:
-        self._step, self._stage = step, stage
-        self._buckets = stage.buckets_of(action.stage)
-        self._has_all_grads = stage.rounds.has_all_grads(action.index, len(step.microbatches))
+    def __init__(self, step: StepState, action: Action) -> None:
+        self._step, self._stage = step, step.stage
+        self._buckets = self._stage.buckets_of(action.stage)
+        self._has_all_grads = self._stage.rounds.has_all_grads(action.index, len(step.microbatches))
         self._num_updated = 0
 
     def on_grad(self, param_index: int) -> None:
         if not self._stage.gradients.store(param_index):
             return
-        while (bucket := launch_next(self._step, self._stage, may_wait=False)) is not None:
+        while (bucket := launch_next(self._step, may_wait=False)) is not None:
             if self._has_all_grads:
                 # From now on other ranks of the host may write the bucket's weights, if they share them.
                 self._stage.weights.edits.increment_version(bucket)
@@ -133,9 +132,8 @@ def _backward_with_updates(step: StepState, action: Action) -> None:
     buckets; if it waited for the totals first, a rank whose backward waits for one of these sums would never send its
     own totals.
     """
-    stage = step.stage
-    run_backward(step, action, _UpdateSink(step, stage, action))
-    while launch_next(step, stage, may_wait=True) is not None:
+    run_backward(step, action, _UpdateSink(step, action))
+    while launch_next(step, may_wait=True) is not None:
         pass
 
 
@@ -144,9 +142,8 @@ UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after
 
 def _backward_weight_with_updates(step: StepState, action: Action) -> None:
     """As `_backward_with_updates`, of the half that completes the buckets."""
-    stage = step.stage
-    run_backward_weight(step, action, _UpdateSink(step, stage, action))
-    while launch_next(step, stage, may_wait=True) is not None:
+    run_backward_weight(step, action, _UpdateSink(step, action))
+    while launch_next(step, may_wait=True) is not None:
         pass
 
 
@@ -200,7 +197,7 @@ class UpdateInForward(UpdateTiming):
     def end_step(self, step: StepState) -> None:
         """Make the updates of all buckets pending, with the gradients of the step."""
         step.read_totals()
-        wait_all(step, self._stage)
+        wait_all(step)
         if step.is_skipped:
             self._stage.gradients.drop_grads()
             end_stages(self._parts)

@@ -40,31 +40,31 @@ from fourfold.words.program import (
 class LaunchSink:
     """Takes the gradients of one backward, and launches the buckets that they complete."""
 
-    def __init__(self, step: StepState, stage: Stage) -> None:
-        self._step, self._stage = step, stage
+    def __init__(self, step: StepState) -> None:
+        self._step, self._gradients = step, step.stage.gradients
 
     def on_grad(self, param_index: int) -> None:
-        if self._stage.gradients.store(param_index):
-            while launch_next(self._step, self._stage, may_wait=False) is not None:
+        if self._gradients.store(param_index):
+            while launch_next(self._step, may_wait=False) is not None:
                 pass
 
 
-def launch_next(step: StepState, stage: Stage, *, may_wait: bool) -> int | None:
-    """Launch the next complete bucket of a stage; returns it, or None."""
-    factor = step.stage.scaling.sum_factor(step.poll_grad_scale())
+def launch_next(step: StepState, *, may_wait: bool) -> int | None:
+    """Launch the next complete bucket of the stage; returns it, or None."""
+    stage = step.parts.stage
+    factor = stage.scaling.sum_factor(step.poll_grad_scale())
     return stage.gradients.launch_next(factor, may_wait=may_wait)
 
 
 def backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch; buckets that are complete are launched on the way."""
-    run_backward(step, action, LaunchSink(step, step.stage))
+    run_backward(step, action, LaunchSink(step))
 
 
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
     """The gradients of a microbatch; `sink` takes them."""
-    stage = step.stage
     _begin_backward(step, action)
-    _differentiate(step, action, stage.grad_hooks.calling(sink))
+    _differentiate(step, action, step.stage.grad_hooks.calling(sink))
     _end_backward(step, action)
 
 
@@ -78,14 +78,13 @@ def backward_input(step: StepState, action: Action) -> None:
 
 def backward_weight(step: StepState, action: Action) -> None:
     """The second half; buckets that are complete are launched on the way."""
-    run_backward_weight(step, action, LaunchSink(step, step.stage))
+    run_backward_weight(step, action, LaunchSink(step))
 
 
 def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None:
     """The second half of a backward; `sink` takes the gradients."""
-    stage = step.stage
     _begin_backward(step, action)
-    stage.halves.second_half(step.pending.pop((action.stage, action.index)), sink)
+    step.stage.halves.second_half(step.pending.pop((action.stage, action.index)), sink)
     _end_backward(step, action)
 
 
@@ -135,12 +134,9 @@ def _backward_empty(stage: Stage, chunk: Chunk, loss: Tensor) -> None:
 def reduce(step: StepState, action: Action) -> None:
     """Launch a bucket, unless backward has: with those before it in program order, which backward has completed."""
     stage = step.stage
-    _launch(step, stage, bucket_of(action, stage.num_buckets))
-
-
-def _launch(step: StepState, stage: Stage, bucket: int) -> None:
+    bucket = bucket_of(action, stage.num_buckets)
     while not stage.gradients.countdown.is_launched(bucket):
-        launched = launch_next(step, stage, may_wait=True)
+        launched = launch_next(step, may_wait=True)
         assert launched is not None, f"bucket {bucket} is needed before the backward that completes it"
 
 
@@ -250,7 +246,7 @@ def measure(step: StepState, action: Action) -> None:
 
 def _measure_nominal_count(step: StepState, action: Action) -> None:
     """In the first step: the count of its first microbatch stands for that of every microbatch of every step."""
-    by_rank = step.parts.count_ranks.all_gather_json(step.count_of(0))
+    by_rank = step.parts.count_ranks.all_gather_json(float(step.losses[0].count) if 0 in step.losses else 0.0)
     step.nominal_count = max(1.0, step.parts.local.scope.nominal_count(sum(by_rank)) * len(step.microbatches))
 
 
@@ -271,7 +267,7 @@ def _measure_grad_norm(step: StepState, action: Action) -> None:
     """The norm of the gradient, with every weight once; then clip."""
     step.read_totals()
     parts = step.parts
-    squares = _own_squares(step, step.stage)
+    squares = _own_squares(step)
     factor = step.stage.scaling.update_factor(step.grad_scale)
     squares = parts.local.scope.scaled_squares(squares, factor)
     parts.scalars.all_reduce_async(GRAD_NORM, squares.reshape(1))
@@ -279,9 +275,10 @@ def _measure_grad_norm(step: StepState, action: Action) -> None:
     _clip(step, *parts.local.scope.norms(total, squares, factor))
 
 
-def _own_squares(step: StepState, stage: Stage) -> Tensor:
+def _own_squares(step: StepState) -> Tensor:
     """The squared norm of this rank's part of a stage's gradient; 0 if another replica adds the same part."""
-    wait_all(step, stage)
+    stage = step.stage
+    wait_all(step)
     flats = list(itertools.chain(*map(stage.gradients.local_grads, range(stage.num_buckets))))
     # In two bytes each bucket's norm would be rounded, and in fp16 a norm above 65,504 would be infinite.
     dtypes = [torch.promote_types(flat.dtype, torch.float32) for flat in flats]
@@ -308,7 +305,7 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
     """Begin the layer-wise updates of all buckets: they need the norms of parameters that are split among ranks."""
     stage = step.stage
     step.read_totals()
-    wait_all(step, stage)
+    wait_all(step)
     if step.is_skipped:
         return
     counts = step.num_ranks_with_grad
@@ -325,34 +322,34 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
 # ---- updates --------------------------------------------------------------------------------------------
 
 
-def wait_all(step: StepState, stage: Stage) -> None:
-    """Wait for the reductions of all buckets of a stage; the totals are known."""
-    for bucket in range(stage.num_buckets):
-        wait_bucket(step, stage, bucket)
+def wait_all(step: StepState) -> None:
+    """Wait for the reductions of all buckets of the stage; the totals are known."""
+    for bucket in range(step.stage.num_buckets):
+        wait_bucket(step, bucket)
 
 
-def wait_bucket(step: StepState, stage: Stage, bucket: int) -> None:
+def wait_bucket(step: StepState, bucket: int) -> None:
     """Wait for a bucket's reduction; the totals are known."""
-    if not stage.gradients.countdown.is_launched(bucket):  # as in local steps, whose programs have no reductions
-        launch_complete(stage.gradients, step.stage.scaling.sum_factor(step.grad_scale))
-    factor = step.stage.scaling.sum_factor(step.grad_scale)
+    stage = step.stage
+    factor = stage.scaling.sum_factor(step.grad_scale)
     assert factor is not None
+    if not stage.gradients.countdown.is_launched(bucket):  # as in local steps, whose programs have no reductions
+        launch_complete(stage.gradients, factor)
     stage.reducer.wait_reduce(bucket, factor)
     stage.gradients.record_done(bucket)
 
 
 def update(step: StepState, action: Action) -> None:
     """Update a bucket's weights once its reduction has ended; other buckets may still be reduced."""
-    stage, bucket = step.stage, action.index
-    if is_update_due(step, stage, bucket):
+    if is_update_due(step, action.index):
         update_bucket(step, action)
-    stage.gradients.free_grads(bucket)
+    step.stage.gradients.free_grads(action.index)
 
 
-def is_update_due(step: StepState, stage: Stage, bucket: int) -> bool:
+def is_update_due(step: StepState, bucket: int) -> bool:
     """Whether the step updates weights; waits for the totals, and for this bucket's reduction."""
     step.read_totals()
-    wait_bucket(step, stage, bucket)
+    wait_bucket(step, bucket)
     return not step.is_skipped
 
 
@@ -370,7 +367,7 @@ def begin_updates(step: StepState) -> None:
     step.parts.local.sgd.add_loss_counts(step.trained_count, total)
     stage = step.stage
     if stage.step_hooks.has_any_hook:
-        wait_all(step, stage)
+        wait_all(step)
         factor = step.stage.scaling.update_factor(step.grad_scale)
         counts = step.num_ranks_with_grad
         step.num_ranks_with_grad = stage.step_hooks.run_pre_hooks(stage.reducer, counts, factor)

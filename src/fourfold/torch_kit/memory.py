@@ -153,11 +153,15 @@ def allocate_pinned(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     return _tracked(torch.zeros(num_elements, dtype=dtype, pin_memory=True))
 
 
-def create_shared(num_bytes: int) -> int:
-    """A file descriptor of anonymous shared memory, fully reserved. Raises MemoryUnavailable."""
+def _create_anonymous() -> int:
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
-    handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
+    return os.memfd_create("fourfold", os.MFD_CLOEXEC)
+
+
+def create_shared(num_bytes: int) -> int:
+    """A file descriptor of anonymous shared memory, fully reserved. Raises MemoryUnavailable."""
+    handle = _create_anonymous()
     try:
         # Reserve it now, so that a lack of memory is an error here and not a SIGBUS in the middle of a step.
         os.posix_fallocate(handle, 0, num_bytes)
@@ -171,9 +175,7 @@ def create_shared(num_bytes: int) -> int:
 
 def create_growing(num_bytes: int) -> int:
     """A file descriptor of anonymous shared memory with nothing reserved yet; see `grow`. Raises MemoryUnavailable."""
-    if not hasattr(os, "memfd_create"):
-        raise MemoryUnavailable(Problem(f"no memfd on {sys.platform}", "Linux", 'transport = "gloo"'))
-    handle = os.memfd_create("fourfold", os.MFD_CLOEXEC)
+    handle = _create_anonymous()
     os.ftruncate(handle, num_bytes)
     return handle
 

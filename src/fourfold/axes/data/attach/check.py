@@ -8,19 +8,12 @@ forward is refused if the buffers or weights that it writes depend on its sample
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torch import nn
-
-from fourfold.comm.communicator import Communicator
 from fourfold.model.batch import num_samples, repeated_and_parts, shorten, subsample
-from fourfold.model.batch_statistics import BatchStatistics
 from fourfold.model.model_call import eval_mode
-from fourfold.model.objective import Objective
 from fourfold.model.weights import Weights
-from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import read_only_reason
 from fourfold.proof.attachment import AxisParts, Rank
 from fourfold.proof.checks import (
@@ -62,42 +55,15 @@ def _checks(rank: Rank, weights: Weights) -> Sequence[Check]:
     plan = rank.plan
     storage, masters = weights.storage.forward_loss_reason, weights.master_weights.forward_loss_reason
     reason = read_only_reason(plan, storage=storage, master_weights=masters)
-    task = CheckedTask(
-        rank.skeleton,
-        rank.objective,
-        rank.statistics,
-        plan.batch_split,
-        rank.world,
-        whole_shown_to_loss=rank.whole_shown_to_loss,
-        shortened=rank.shortened,
-        is_scale_dependent=rank.is_scale_dependent,
-    )
-    forwards = ForwardCheck(task, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
-    return [forwards, GradientCheck(task, forwards)]
+    forwards = ForwardCheck(rank, WeightWriteCheck(weights, reason, num_ranks=plan.batch_split.num_ranks))
+    return [forwards, GradientCheck(rank, forwards)]
 
 
-class CheckedTask(NamedTuple):
-    """What the checks of the data axis look at.
-
-    whole_shown_to_loss  within, a loss that reads the model finds the whole one
-    shortened            the part of a batch that is checked
-    is_scale_dependent   what other checks have shown of this: see `Objective`
-    """
-
-    model: nn.Module
-    objective: Objective
-    statistics: BatchStatistics
-    split: BatchSplit
-    world: Communicator
-    whole_shown_to_loss: Callable[[], AbstractContextManager[None]]
-    shortened: Callable[[Any], Any]
-    is_scale_dependent: Callable[[], bool]
-
-    @contextlib.contextmanager
-    def in_check(self) -> Iterator[None]:
-        """Within, the model and its loss may be called."""
-        with self.whole_shown_to_loss(), self.statistics.in_dry_run():
-            yield
+@contextlib.contextmanager
+def in_check(rank: Rank) -> Iterator[None]:
+    """Within, the model of a rank and its loss may be called."""
+    with rank.whole_shown_to_loss(), rank.statistics.in_dry_run():
+        yield
 
 
 class ForwardCheck:
@@ -106,15 +72,15 @@ class ForwardCheck:
     claim = "the loss, and what a forward writes, are the same however a batch is split"
     phase: str | None = "try out"
 
-    def __init__(self, task: CheckedTask, weight_check: WeightWriteCheck) -> None:
-        self._task, self._weight_check = task, weight_check
-        self.comparison = ForwardComparison(task.model, task.objective, task.split, task.world.device, weight_check)
+    def __init__(self, rank: Rank, weight_check: WeightWriteCheck) -> None:
+        self._rank, self._split, self._weight_check = rank, rank.plan.batch_split, weight_check
+        self.comparison = ForwardComparison(rank.skeleton, rank.objective, self._split, rank.world.device, weight_check)
         self._finished_modes: set[bool] = set()
         self.shown: Learned | None = None
         """What the forwards have shown of a loss whose gradients can be checked too; None: nothing."""
 
     def is_needed(self, *, training: bool) -> bool:
-        split = self._task.split
+        split = self._split
         has_risk = split.num_parts > 1 or (training and self._weight_check.read_only_reason is not None)
         # With cp > 1, the check of the context axis has the loss of evaluations.
         is_shown_here = training or split.num_token_shards == 1
@@ -124,19 +90,19 @@ class ForwardCheck:
         return ()
 
     def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
-        task, batch = self._task, self._task.shortened(batch)
+        rank, batch = self._rank, self._rank.shortened(batch)
         is_empty = num_samples(batch) == 0
         report: Report = {"is_empty": is_empty, "problems": [], "loss": None, "has_writes": False}
         report |= {"is_shape_1_scalar": False, "uses_counts": False, "state_changes": {}}
         self.shown, self.comparison.compared_batch = None, None
         self._weight_check.reset()
-        with task.in_check(), explain_transform_errors():
-            if training and (problems := hook_problems(self._weight_check.trained, task.split.num_parts)):
+        with in_check(rank), explain_transform_errors():
+            if training and (problems := hook_problems(self._weight_check.trained, self._split.num_parts)):
                 report["problems"] = problems
-            elif not is_empty and task.objective.function.is_of_model and is_compiled(task.model):
+            elif not is_empty and rank.objective.function.is_of_model and is_compiled(rank.skeleton):
                 attempt = "compiling parts of the model: model.model = torch.compile(model.model)"
                 what = "loss = None and a compiled model"
-                report["problems"] = [compiled_problem(what, task.split.num_parts, attempt)]
+                report["problems"] = [compiled_problem(what, self._split.num_parts, attempt)]
             elif not is_empty:
                 return report | self._compare(batch, training=training)
         report["problems"] = [*report["problems"], *self._weight_check.problems()]
@@ -161,7 +127,7 @@ class ForwardCheck:
         return report | {"problems": [*report.get("problems", []), *self._weight_check.problems()]}
 
     def judge(self, reports: Sequence[Report], *, training: bool) -> Learned | None:
-        split = self._task.split
+        split = self._split
         raise_problems(reports, "the model")
         changes = [report["state_changes"] for report in reports if not report["is_empty"]]
         if names := differing_across_ranks(changes):
@@ -174,11 +140,11 @@ class ForwardCheck:
             "training": training,
             "has_scalar": any(forms) if forms else None,
             "is_mixed": any(loss.is_mixed for loss in comparable),
-            "is_scale_dependent": self._task.is_scale_dependent(),
+            "is_scale_dependent": self._rank.is_scale_dependent(),
             "is_shape_1_scalar": any(report["is_shape_1_scalar"] for report in reports),
             "uses_counts": any(report["uses_counts"] for report in reports),
             "needs_empty_ranks": any(report["has_writes"] for report in reports)
-            or self._task.statistics.needs_empty_ranks(),
+            or self._rank.statistics.needs_empty_ranks(),
         }
         self._teach_objective(learned)
         if (problem := next((loss.problem for loss in comparable if loss.problem is not None), None)) is not None:
@@ -196,11 +162,11 @@ class ForwardCheck:
         self._teach_objective(learned)
         self._finished_modes.add(learned["training"])
         if learned["needs_empty_ranks"]:
-            task = self._task
-            task.objective.dummy_batch = first_sample(task.shortened(batch), task.world.device)
+            rank = self._rank
+            rank.objective.dummy_batch = first_sample(rank.shortened(batch), rank.world.device)
 
     def _teach_objective(self, learned: Learned) -> None:
-        objective = self._task.objective
+        objective = self._rank.objective
         objective.is_mixed, objective.is_shape_1_scalar = learned["is_mixed"], learned["is_shape_1_scalar"]
         if learned["training"]:
             objective.has_scalar = learned["has_scalar"]
@@ -220,40 +186,40 @@ class GradientCheck:
     claim = "the loss and its gradients, in float64, are the same however a batch is split"
     phase: str | None = "judge"
 
-    def __init__(self, task: CheckedTask, forwards: ForwardCheck) -> None:
-        self._task, self._forwards = task, forwards
+    def __init__(self, rank: Rank, forwards: ForwardCheck) -> None:
+        self._rank, self._forwards = rank, forwards
 
     def is_needed(self, *, training: bool) -> bool:
         return training and self._forwards.shown is not None
 
     def memory_fits(self) -> Sequence[bool]:
-        task, compared, activations = self._task, self._forwards.comparison.compared_batch, 0
+        rank, compared, activations = self._rank, self._forwards.comparison.compared_batch, 0
         if compared is not None:
             # Activations have gradients too; some samples are checked twice.
             checked = min(num_samples(compared.batch), NUM_CHECKED_SAMPLES)
             activations = 2 * compared.elements_per_sample * max(3, checked * 4 // 3)
-        num_ranks = task.world.world.local_size
-        return find_memory_fit(task.model, task.world.device, num_local_ranks=num_ranks, num_activations=activations)
+        num_ranks = rank.world.world.local_size
+        return find_memory_fit(rank.skeleton, rank.world.device, num_local_ranks=num_ranks, num_activations=activations)
 
     def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
-        task, compared, result = self._task, self._forwards.comparison.compared_batch, CheckResult()
+        rank, compared, result = self._rank, self._forwards.comparison.compared_batch, CheckResult()
         if compared is not None:
             few = subsample(compared.batch, min(num_samples(compared.batch), NUM_CHECKED_SAMPLES))
             few = tree_map(few, lambda tensor: tensor.flip(0))  # other parts than those compared before
-            mode = eval_mode(task.model) if task.split.has_local_batch_norm else contextlib.nullcontext()
-            with task.in_check(), mode:
+            mode = eval_mode(rank.skeleton) if rank.plan.batch_split.has_local_batch_norm else contextlib.nullcontext()
+            with in_check(rank), mode:
                 result = self._check_samples(few, MemoryFit(*fits))
         self._forwards.comparison.compared_batch = None
         return {"result": result}
 
     def _check_samples(self, batch: Any, memory_fit: MemoryFit) -> CheckResult:
         """Check a few tokens of these samples, and all of them where these do not show that the loss is right."""
-        result, task = CheckResult(), self._task
+        result, rank = CheckResult(), self._rank
         for few in (shorten(batch, max(MIN_TOKENS, NUM_CHECKED_TOKENS // num_samples(batch))), batch):
             if few is not None:
                 full, parts = repeated_and_parts(few, max(1, num_samples(few) // 3))
                 result = check_loss(
-                    task.model, task.objective, full, parts, memory_fit=memory_fit, device=task.world.device
+                    rank.skeleton, rank.objective, full, parts, memory_fit=memory_fit, device=rank.world.device
                 )
                 if result.problem is None and not result.fallback_reason:
                     break
@@ -264,7 +230,7 @@ class GradientCheck:
         if (problem := next((each.problem for each in results if each.problem is not None), None)) is not None:
             raise TaskError(Problem(*problem), where="the loss")
         weaker = next((each for each in results if each.fallback_reason), None)
-        if weaker is not None and self._task.world.rank == 0:
+        if weaker is not None and self._rank.world.rank == 0:
             how = "compared no gradients"
             if weaker.config is not None:
                 how = f"computed {weaker.config} instead of {STRICTEST_LOSS_CHECK}"

@@ -43,24 +43,12 @@ class UnshardedBuckets:
         # Not the parameters' dtypes: with a precision those are the user's until the parameters are sharded.
         dtypes = [bucket_dtype(bucket) for bucket in buckets]
         self._placeholders = [torch.full((), float("nan"), dtype=dtype, device=self.device) for dtype in dtypes]
-        self._buffers: OrderedDict[int, Tensor] = OrderedDict()
+        self.buffers: OrderedDict[int, Tensor] = OrderedDict()
         self._bucket_of_address: dict[int, int] = {}  # of its buffer
-
-    def __contains__(self, bucket: int) -> bool:
-        return bucket in self._buffers
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._buffers))
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def __getitem__(self, bucket: int) -> Tensor:
-        return self._buffers[bucket]
 
     def mark_used(self, bucket: int) -> None:
         """The bucket is the last one used."""
-        self._buffers.move_to_end(bucket)
+        self.buffers.move_to_end(bucket)
 
     def bucket_of(self, tensor: Tensor) -> int | None:
         """The bucket in whose buffer a tensor lies."""
@@ -69,13 +57,13 @@ class UnshardedBuckets:
     def store(self, bucket: int, buffer: Tensor) -> None:
         """A bucket is whole in this buffer: make its parameters views of it."""
         self.reshard(bucket)
-        self._buffers[bucket] = buffer
+        self.buffers[bucket] = buffer
         self._bucket_of_address[buffer.data_ptr()] = bucket
         self.use_views(bucket, buffer)
 
     def reshard(self, bucket: int) -> None:
         """Replace the bucket's parameters by placeholders. Autograd or the user may keep tensors in its buffer."""
-        buffer = self._buffers.pop(bucket, None)
+        buffer = self.buffers.pop(bucket, None)
         if buffer is not None:
             del self._bucket_of_address[buffer.data_ptr()]
             self.use_placeholders(bucket)
@@ -241,7 +229,7 @@ class ShardedParams:
             self._finish_phase(self._phase)
         finally:
             self._phase = None
-            for bucket in self._unsharded:
+            for bucket in list(self._unsharded.buffers):
                 self._unsharded.reshard(bucket)
 
     def plan_unshard(self, bucket: int, index: int) -> None:
@@ -281,15 +269,15 @@ class ShardedParams:
         """Unshard a bucket and keep the others that the current operation needs."""
         phase = self._phase
         assert phase is not None
-        missed = bucket not in self._unsharded
+        missed = bucket not in self._unsharded.buffers
         if missed:
             with outside_transforms(self._device.type):  # transforms of torch.func refuse writes into other tensors
                 self._unshard_missing(phase, bucket)
         self._unsharded.mark_used(bucket)
         phase.order.mark_used(bucket)
         if missed:
-            for other in [b for b in self._unsharded if b not in self._needed_buckets][
-                : max(0, len(self._unsharded) - MAX_UNSHARDED)
+            for other in [b for b in self._unsharded.buffers if b not in self._needed_buckets][
+                : max(0, len(self._unsharded.buffers) - MAX_UNSHARDED)
             ]:
                 self._unsharded.reshard(other)
             with outside_transforms(self._device.type):
@@ -298,14 +286,14 @@ class ShardedParams:
     def _unshard_missing(self, phase: _Phase, bucket: int) -> None:
         order, pending = phase.order, phase.pending
         if any(each.bucket == bucket for each in pending) or order.is_pending(bucket):
-            while bucket not in self._unsharded:
+            while bucket not in self._unsharded.buffers:
                 self._prefetch(phase)
                 each = pending.popleft()
                 each.wait()
                 self._unsharded.store(each.bucket, each.buffer)
             return
         self._join_remaining_unshards(phase)
-        while bucket not in self._unsharded:
+        while bucket not in self._unsharded.buffers:
             self._exchange_missing(phase, order.missing_bucket(bucket), wanted=bucket)
 
     def _join_remaining_unshards(self, phase: _Phase) -> None:
@@ -348,7 +336,12 @@ class ShardedParams:
 
     def _pack(self, tensor: Tensor) -> _SavedParamView | SavedTensor:
         bucket = self._unsharded.bucket_of(tensor)
-        if bucket is None or tensor.dtype != self._unsharded[bucket].dtype or tensor.is_conj() or tensor.is_neg():
+        if (
+            bucket is None
+            or tensor.dtype != self._unsharded.buffers[bucket].dtype
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return SavedTensor(tensor, version_of(tensor))
         return _SavedParamView(
             bucket, int(tensor.storage_offset()), tensor.size(), tensor.stride(), self._weight_version(bucket)
@@ -371,7 +364,7 @@ class ShardedParams:
         with outside_transforms(self._device.type):
             self._needed_buckets = {saved.bucket}
             self.ensure_unsharded(saved.bucket)
-            return self._unsharded[saved.bucket].as_strided(saved.size, saved.stride, saved.offset)
+            return self._unsharded.buffers[saved.bucket].as_strided(saved.size, saved.stride, saved.offset)
 
     def _weight_version(self, bucket: int) -> int:
         return version_of(self._parameters[bucket][0])
