@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fourfold.model.loop_statistics import SyncedInTraining
+from fourfold.model.batch_statistics import SyncedInTraining
 from fourfold.model.sync_batch_norm import StatisticsExchange
 from fourfold.orders.sample_order import shard_range
 from fourfold.plan.plan import Plan

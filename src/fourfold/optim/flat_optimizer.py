@@ -287,9 +287,14 @@ class FlatOptimizer:
         """The gradient that a slice is updated with."""
         if bucket_grad is not None:
             return bucket_grad[update_slice.start : update_slice.stop]
+        weight, place = update_slice.weight, update_slice.gradient
         if self.converts_grads:
-            return _converted_grad(update_slice, factor)
-        return _unbucketed_grad(update_slice) if update_slice.is_unbucketed else update_slice.gradient
+            # Always a copy: other ranks may still read the slot, and some updates change their gradients.
+            converted = place.to(weight.device, weight.dtype, copy=True)
+            return converted if factor == 1.0 else converted.mul_(factor)
+        if update_slice.is_unbucketed:
+            return None if place.grad is None else flat_of(place.grad, place)
+        return place
 
     def state_slices(self, bucket: int, start: int, stop: int) -> dict[str, Any]:
         """The state of elements [start, stop) of a bucket: lists of consecutive tensors (no copies), scalars as floats.
@@ -342,19 +347,6 @@ class FlatOptimizer:
                     joined[low - each.start : high - each.start] = saved.tensors[key].read(low - start, high - start)
                 state[key] = joined
             flat.state[each.weight] = state
-
-
-def _unbucketed_grad(update_slice: UpdateSlice) -> Tensor | None:
-    """The gradient where autograd left it, flat; None if there is none."""
-    gradient = update_slice.gradient.grad
-    return None if gradient is None else flat_of(gradient, update_slice.gradient)
-
-
-def _converted_grad(update_slice: UpdateSlice, factor: float) -> Tensor:
-    """The sum of a slice's gradients in the dtype of its weights, times the factor."""
-    # Always a copy: other ranks may still read the slot, and some updates change their gradients.
-    gradient = update_slice.gradient.to(update_slice.weight.device, update_slice.weight.dtype, copy=True)
-    return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 def _step(update: _FlatUpdate) -> None:

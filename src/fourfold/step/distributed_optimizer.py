@@ -27,8 +27,7 @@ from fourfold.comm.communicator import Communicator, gather_topology, topology_a
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import spec_of_request
 from fourfold.comm.reduce.scalars import WorldChannel, divergence_error, with_options
-from fourfold.model.batch_statistics import batch_norms, make_exchange
-from fourfold.model.loop_statistics import LoopStatistics, SyncedInLoop
+from fourfold.model.batch_statistics import LoopStatistics, SyncedInLoop, batch_norms, make_exchange
 from fourfold.model.weights import trainable_parameters
 from fourfold.optim.option_tracker import OptionTracker
 from fourfold.optim.user_optimizer import OptimizerProxy, check_options

@@ -45,26 +45,23 @@ class MemoryFormats:
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         self._in_memory_order = self._initial if is_fused else []
 
-    def check_memory_order(self) -> None:
-        """`check_unchanged`, if updates go through memory in order, as fused ones do."""
-        _check(self._in_memory_order)
+    def check(self, *, in_memory_order: bool = False) -> None:
+        """Raise TrainingError naming the parameters whose memory format has changed.
 
-    def check_unchanged(self) -> None:
-        """Raise TrainingError naming the parameters whose memory format has changed."""
-        _check(self._initial)
-
-
-def _check(initial: Sequence[tuple[str, Tensor, _MemoryFormat]]) -> None:
-    changed = [
-        f"{name} ({_describe_change(before, _memory_format(parameter))})"
-        for name, parameter, before in initial
-        if _memory_format(parameter) != before
-    ]
-    if changed:
-        more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
-        got = f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
-        need = "the dtype, device and memory format that gradients are reduced in"
-        raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
+        `in_memory_order`: only if updates go through memory in order, as fused ones do.
+        """
+        changed = [
+            f"{name} ({_describe_change(before, _memory_format(parameter))})"
+            for name, parameter, before in (self._in_memory_order if in_memory_order else self._initial)
+            if _memory_format(parameter) != before
+        ]
+        if changed:
+            more = f" and {len(changed) - MAX_NAMES} more" if len(changed) > MAX_NAMES else ""
+            got = (
+                f"parameters that were converted after DistributedOptimizer was built: {', '.join(changed[:MAX_NAMES])}"
+            )
+            need = "the dtype, device and memory format that gradients are reduced in"
+            raise TrainingError(Problem(got + more, need, "model.to(…) before DistributedOptimizer(…)"))
 
 
 def _memory_format(parameter: Tensor) -> _MemoryFormat:
@@ -180,12 +177,12 @@ class GradAverager:
 
     def assign_grads(self, num_ranks_with_grad: Sequence[float]) -> None:
         """Make each `.grad` a view of its slot; None where no rank has a gradient."""
-        self._memory_formats.check_memory_order()
+        self._memory_formats.check(in_memory_order=True)
         try:
             for parameter, view, count in zip(self.parameters, self.views, num_ranks_with_grad, strict=True):
                 parameter.grad = view if count else None
         except RuntimeError:  # torch refuses a `.grad` of another dtype or device
-            self._memory_formats.check_unchanged()
+            self._memory_formats.check()
             raise
 
     def end_round(self) -> None:

@@ -221,15 +221,12 @@ def _sample_bytes(source: Source | Stream) -> int:
     last = len(source) - 1
     numbers = sorted({0, last // 2, last}) if hasattr(source, "fetch") or isinstance(source, CollatedSource) else [0]
     try:
-        return min(_tensor_bytes(fetch_one(source, number)) for number in numbers)
+        batches = (fetch_one(source, number) for number in numbers)
+        return min(sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_leaves(batch)) for batch in batches)
     except FourfoldError:
         raise
     except Exception:  # the source's own error; the step that reads the sample raises it with rank and step
         return 0
-
-
-def _tensor_bytes(batch: Any) -> int:
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tree_leaves(batch))
 
 
 def _model_bytes(task: Task, plan: Plan, model: nn.Module, pool: MemoryPool) -> tuple[float, float]:

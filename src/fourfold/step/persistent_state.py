@@ -175,6 +175,10 @@ def optimizer_problems(
 # ---- codec state ----------------------------------------------------------------------------------------------------
 
 
+CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
+"""By parameter and key: what each rank's codec had saved, in rank order."""
+
+
 class CodecState:
     """What this rank's codecs remember, and the other ranks' rows of it when it is saved."""
 
@@ -228,11 +232,16 @@ class CodecState:
         return rows
 
     @torch.no_grad()
-    def load_parameter(self, name: str, saved: Mapping[str, Sequence[TensorReader]]) -> None:
-        """Continue from the rows that were saved of one parameter, by key; some or all may be missing."""
-        for key, tensor in self.tensors[name].items():
-            rows = SavedRows(saved.get(self.saved_key(key), ()), self._communicator.rank, self._communicator.size)
-            self._codec_of[name].reshard(key, rows, tensor)
+    def load(self, saved: CodecRows) -> None:
+        """Continue from the rows that were saved; some or all may be missing.
+
+        Call it last: a new nominal count would rescale the residuals again.
+        """
+        for name, state in self.tensors.items():
+            for key, tensor in state.items():
+                found = saved.get(name, {}).get(self.saved_key(key), ())
+                rows = SavedRows(found, self._communicator.rank, self._communicator.size)
+                self._codec_of[name].reshard(key, rows, tensor)
 
 
 def make_codecs(
@@ -248,9 +257,6 @@ def make_codecs(
 
 
 # ---- saved state ---------------------------------------------------------------------------------------------------
-
-CodecRows = Mapping[str, Mapping[str, Sequence[TensorReader]]]
-"""By parameter and key: what each rank's codec had saved, in rank order."""
 
 
 class SavedState(NamedTuple):
@@ -441,11 +447,6 @@ class PersistentState:
         flat = value.read(start, max(part.stop for part in parts))
         for part in parts:
             part.tensor.copy_(flat[part.start - start : part.stop - start].view(part.tensor.shape))
-
-    def load_codec_state(self, saved: CodecRows) -> None:
-        """Restore the codecs' state. Call it last: a new nominal count would rescale the residuals again."""
-        for name in self.codec_state.tensors:
-            self.codec_state.load_parameter(name, saved.get(name, {}))
 
 
 def cloned(value: Any) -> Any:

@@ -221,7 +221,7 @@ class StepChecks:
         if compares_sources:
             check_same_source(self._calls.world.all_gather_json(getattr(batch, "probe", None)))
         if compares_batches:
-            self._compare_batches(batch)
+            self._duplicate_batches.compare(self._calls.world.all_gather_json(samples_digest(batch)))
 
     def before_evaluation(self, call: str, samples: BatchRange | None = None) -> None:
         """Begin the call of an evaluation; compare it first where its forward needs other ranks. Collective."""
@@ -229,11 +229,6 @@ class StepChecks:
         self._calls.begin(f"{call}{norm_modes}", samples)
         if norm_modes:
             self._calls.checker.check_same()
-
-    def _compare_batches(self, batch: Any) -> None:
-        """Raise TaskError, on every rank, where all data ranks train on the same batches. Collective."""
-        by_rank = self._calls.world.all_gather_json(samples_digest(batch))
-        self._duplicate_batches.compare(by_rank)
 
     def check_unchanged(self, *, has_pending_updates: bool) -> None:
         """Raise if the optimizer or the model has changed since the build in a way that a step would ignore."""

@@ -251,19 +251,17 @@ class StepRunner:
             # Without elements there is no estimate.
             programs.nominal_count = step.nominal_count if totals.count else None
             if skipped is None:
-                self.set_record(self._agree_launch_orders(), self._parts.local.scope.nominal_count(totals.count))
+                # By stage: the order in which the buckets of its first rank became complete.
+                stage = self._parts.stage
+                own = [(stage.pp_index, stage.gradients.countdown.completion_order)]
+                by_rank = self._calls.world.all_gather_json(own)
+                orders = {index: order for each in reversed(by_rank) for index, order in each}
+                self.set_record(orders, self._parts.local.scope.nominal_count(totals.count))
         return skipped
 
     @property
     def _num_out_of_turn(self) -> int:
         return self._weights.storage.num_out_of_turn
-
-    def _agree_launch_orders(self) -> dict[int, list[int]]:
-        """By stage: the order in which the buckets of its first rank became complete. Collective."""
-        stage = self._parts.stage
-        own = [(stage.pp_index, stage.gradients.countdown.completion_order)]
-        by_rank = self._calls.world.all_gather_json(own)
-        return {index: order for orders in reversed(by_rank) for index, order in orders}
 
     def _learn_use_orders(self) -> None:
         """What phases have unsharded, the programs have from now on; a use out of turn changes them."""

@@ -446,4 +446,4 @@ class TrainStep:
             self._runner.set_record(launch_orders, record["nominal_count"])
         else:
             programs.nominal_count = record["nominal_count"]
-        self._assembly.state.load_codec_state(saved.codec)
+        self._assembly.state.codec_state.load(saved.codec)

@@ -15,7 +15,7 @@ Source: Jiang, Gu, Liu, Zhu, Pan, "Optimizer Fusion" (2021): forward fusion.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -34,6 +34,7 @@ from fourfold.step.verbs import (
     update_bucket,
     wait_all,
 )
+from fourfold.torch_kit.grad_hooks import GradSink
 from fourfold.torch_kit.param_access import ParamAccess, outside_transforms
 from fourfold.words.errors import Problem, TrainingError
 from fourfold.words.program import Action, Verb
@@ -125,32 +126,27 @@ class _UpdateSink:
                 self._step.done_early.add(action)
 
 
-def _backward_with_updates(step: StepState, action: Action) -> None:
-    """The gradients of a microbatch; a bucket is updated as soon as its reduction has ended.
+def _with_updates(run: Callable[[StepState, Action, GradSink], None]) -> VerbFunction:
+    """A backward, or the half that completes the buckets; a bucket is updated as soon as its reduction has ended.
 
-    All buckets of the round are launched when this returns. In the program an update stands before reductions of other
-    buckets; if it waited for the totals first, a rank whose backward waits for one of these sums would never send its
-    own totals.
+    All buckets of the round are launched when the verb returns. In the program an update stands before reductions of
+    other buckets; if it waited for the totals first, a rank whose backward waits for one of these sums would never send
+    its own totals.
     """
-    run_backward(step, action, _UpdateSink(step, action))
-    while launch_next(step, may_wait=True) is not None:
-        pass
+
+    def backward_with_updates(step: StepState, action: Action) -> None:
+        run(step, action, _UpdateSink(step, action))
+        while launch_next(step, may_wait=True) is not None:
+            pass
+
+    return backward_with_updates
 
 
 UPDATE_AFTER: Mapping[Verb, VerbFunction] = {**VERBS, Verb.UPDATE: _update_after_backward}
-
-
-def _backward_weight_with_updates(step: StepState, action: Action) -> None:
-    """As `_backward_with_updates`, of the half that completes the buckets."""
-    run_backward_weight(step, action, _UpdateSink(step, action))
-    while launch_next(step, may_wait=True) is not None:
-        pass
-
-
 UPDATE_IN_BACKWARD: Mapping[Verb, VerbFunction] = {
     **VERBS,
-    Verb.BACKWARD: _backward_with_updates,
-    Verb.BACKWARD_WEIGHT: _backward_weight_with_updates,
+    Verb.BACKWARD: _with_updates(run_backward),
+    Verb.BACKWARD_WEIGHT: _with_updates(run_backward_weight),
 }
 
 
