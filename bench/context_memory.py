@@ -30,7 +30,7 @@ from fourfold.axes.context.work.context_group import ContextGroup
 from fourfold.axes.context.work.dropout import AttentionDropout
 from fourfold.axes.data.rules.buckets import make_buckets
 from fourfold.axes.data.rules.zero import RESTING_LAYOUTS, grad_buffer_indices
-from fourfold.axes.data.work.gradients import GradBuckets, MeanSink
+from fourfold.axes.data.work.gradients import GradBuckets, LaunchSink
 from fourfold.axes.data.work.weight_storage import flatten_params, param_specs
 from fourfold.comm.channel import MessageChannel
 from fourfold.comm.meter import CommMeter
@@ -126,7 +126,7 @@ def zero_buckets(model: nn.Module, *, size: int, zero: int) -> StepMemory:
     gradients = GradBuckets(named, buckets, reducer, CommMeter(), allow_unused=False)
     gradients.countdown.is_last_backward = True
     hooks = GradHooks(gradients.parameters)
-    hooks.sink = MeanSink(gradients)
+    hooks.sink = LaunchSink(gradients, functools.partial(gradients.launch_next, 1.0, may_wait=False))
     shard_sizes = [bucket.size // (size if split else 1) for bucket in buckets]
     grad_shards = [torch.empty(shard_size) for shard_size in shard_sizes] if rest.gradient == SPLIT else []
     states = [torch.empty(2 * shard_size) for shard_size in shard_sizes]

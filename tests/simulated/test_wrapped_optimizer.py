@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.optim.option_tracker import OptionTracker
 from fourfold.plan.plan import Plan
+from fourfold.step import distributed_optimizer
 from fourfold.step.distributed_optimizer import DistributedOptimizer
-from fourfold.step.grad_averager import UsedOnSomeRanks
 from fourfold.testing import threads
 from fourfold.testing.oracle import TOLERANCE
 from fourfold.words.errors import DivergenceError, OptimizerError, PlanError, SettingError, TaskError, TrainingError
@@ -535,8 +535,9 @@ def test_an_optimizer_that_is_replaced_within_no_sync_takes_no_gradients_after_i
 
 
 def test_ranks_with_a_gradient_are_counted_only_if_parameters_may_be_unused(monkeypatch):
-    counts, count = [], UsedOnSomeRanks.num_ranks_with_grad
-    monkeypatch.setattr(UsedOnSomeRanks, "num_ranks_with_grad", lambda used: counts.append(count(used)) or counts[-1])
+    counts, count = [], distributed_optimizer.num_ranks_with_grad
+    counted = lambda *args: counts.append(count(*args)) or counts[-1]  # noqa: E731
+    monkeypatch.setattr(distributed_optimizer, "num_ranks_with_grad", counted)
 
     def body(comm, unused):
         mine, optimizer = wrapped(comm, plan=Plan(dp=2, unused=unused))

@@ -68,17 +68,15 @@ class StageEdges(NamedTuple):
     to_previous: SendingEdge | None = None
     from_next: ReceivingEdge | None = None
 
-    def finish(self) -> None:
-        """Wait until all messages are on their way."""
-        for edge in (self.to_next, self.to_previous):
-            if edge is not None:
-                edge.finish()
+    @property
+    def senders(self) -> list[SendingEdge]:
+        """The ends at which this rank sends."""
+        return [edge for edge in (self.to_next, self.to_previous) if edge is not None]
 
     @property
     def name(self) -> str:
         """What carries the messages, in words."""
-        edges = (self.to_previous, self.to_next)
-        return " and ".join(dict.fromkeys(edge.name for edge in edges if edge is not None)) or "none"
+        return " and ".join(dict.fromkeys(edge.name for edge in reversed(self.senders))) or "none"
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ class AcrossSteps(UpdateTiming):
                 with recorder.action(action):
                     self._run_behind(batch.step, action)
         self._is_draining = False
-        self._parts.edges.finish()
+        for sender in self._parts.edges.senders:
+            sender.finish()
         self._last_ended = self._batches[-1].step
         self._batches, self._num_batches = [], 0
         self._versions.restart()

@@ -222,6 +222,7 @@ def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip:
         loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
         added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
+        senders=[*pipeline.edges.senders, *pipeline.tied.senders],
         compression=Compression(plan.edge_spec, rank.world.device),
         tied=pipeline.tied,
         count_ranks=rank.world.along("pp", "dp", "cp"),

@@ -10,6 +10,7 @@ options, or all of them raise DivergenceError.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fourfold.axes.data.work.gradients import GradBuckets
+from fourfold.axes.data.work.gradients import GradBuckets, num_ranks_with_grad
 from fourfold.axes.data.work.weight_storage import param_specs
 from fourfold.comm import init, transports
 from fourfold.comm.broadcast_tree import broadcast_model, broadcast_tree
@@ -39,7 +40,7 @@ from fourfold.proof.digests.batches import DuplicateBatches
 from fourfold.proof.digests.build import check_same_build
 from fourfold.proof.digests.weights import DriftChecker
 from fourfold.step import argument_checks
-from fourfold.step.grad_averager import AllUsed, GradAverager, MemoryFormats, UsedOnSomeRanks, shape_and_strides
+from fourfold.step.grad_averager import GradAverager, MemoryFormats, shape_and_strides
 from fourfold.step.model_checks import check_plan_on_ranks, watch_norms
 from fourfold.step.optimizer_steps import (
     MeanLosses,
@@ -183,8 +184,12 @@ def make_averager(
         for bucket in group.buckets
         for slot in bucket.slots
     ]
-    used = UsedOnSomeRanks(gradients.countdown, transport.scalars) if allow_unused else AllUsed(len(reduced))
-    return GradAverager(channel, transport, gradients, reduced, used, MemoryFormats(trainable, optimizer))
+    formats = MemoryFormats(trainable, optimizer)
+    if allow_unused:
+        count_used = functools.partial(num_ranks_with_grad, gradients.countdown, transport.scalars)
+        return GradAverager(channel, transport, gradients, reduced, count_used, formats)
+    ones = [1.0] * len(reduced)  # each parameter has a gradient on every rank, or the round has raised
+    return GradAverager(channel, transport, gradients, reduced, lambda: ones, formats)
 
 
 def make_statistics(model: nn.Module, plan: Plan, world: Communicator) -> LoopStatistics:

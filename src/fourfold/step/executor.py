@@ -89,6 +89,6 @@ def _walk(program: Iterable[Action], step: StepState, verbs: Mapping[Verb, VerbF
             before, delay = delay, processor_delay_seconds() - meter.delay_seconds
             spent -= delay - before
         busy_seconds[name] = busy_seconds.get(name, 0.0) + spent
-    step.parts.edges.finish()
-    step.parts.tied.finish()
+    for sender in step.parts.senders:
+        sender.finish()  # waits until all messages are on their way
     return busy_seconds

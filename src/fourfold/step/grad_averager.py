@@ -7,19 +7,19 @@ Law: after a round, every `.grad` is the mean over the ranks, or None where no r
 Law: a gradient has the memory format of its parameter, so that a fused update reads both in the same order.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fourfold.axes.data.work.gradients import Countdown, GradBuckets, MeanSink, launch_complete
+from fourfold.axes.data.work.gradients import GradBuckets, LaunchSink, launch_complete
 from fourfold.comm.reduce.protocol import DataTransport
-from fourfold.comm.reduce.scalars import ScalarReducer, WorldChannel
+from fourfold.comm.reduce.scalars import WorldChannel
 from fourfold.step.optimizer_steps import ReducedGrad
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.words.errors import Problem, TrainingError
-from fourfold.words.program import USED_PARAMS
 
 # ---- memory formats -------------------------------------------------------------------------------------------------
 
@@ -77,28 +77,6 @@ def _describe_change(before: _MemoryFormat, now: _MemoryFormat) -> str:
 # ---- gradient averager ----------------------------------------------------------------------------------------------
 
 
-class AllUsed:
-    """Which parameters have a gradient: each on every rank, or the round has raised; each counts as one."""
-
-    def __init__(self, num_params: int) -> None:
-        self._ones = [1.0] * num_params
-
-    def num_ranks_with_grad(self) -> Sequence[float]:
-        """By parameter: on how many ranks it has one in this round. Collective, if ranks may differ."""
-        return self._ones
-
-
-class UsedOnSomeRanks:
-    """A parameter may have a gradient on some ranks only, or on none."""
-
-    def __init__(self, countdown: Countdown, scalars: ScalarReducer) -> None:
-        self._countdown, self._scalars = countdown, scalars
-
-    def num_ranks_with_grad(self) -> Sequence[float]:
-        self._scalars.all_reduce_async(USED_PARAMS, torch.tensor(self._countdown.reached, dtype=torch.float64))
-        return self._scalars.wait(USED_PARAMS)
-
-
 class GradAverager:
     """The buckets of a model, the hooks that fill them, and the transport that reduces them."""
 
@@ -108,13 +86,16 @@ class GradAverager:
         transport: DataTransport,
         gradients: GradBuckets,
         reduced_grads: Sequence[ReducedGrad],
-        used: AllUsed | UsedOnSomeRanks,
+        num_ranks_with_grad: Callable[[], Sequence[float]],
         memory_formats: MemoryFormats,
     ) -> None:
-        """`reduced_grads`: by bucket and slot."""
+        """`reduced_grads`: by bucket and slot. `num_ranks_with_grad`: of each, in the round that ends."""
         self.world, self._transport, self._reducer = world, transport, transport.grads
-        self._gradients, self._used, self._memory_formats = gradients, used, memory_formats
-        self._hooks, self._sink = GradHooks(gradients.parameters), MeanSink(gradients)
+        self._gradients, self._memory_formats = gradients, memory_formats
+        self._num_ranks_with_grad = num_ranks_with_grad
+        # Sums are divided later.
+        launch_next = functools.partial(gradients.launch_next, 1.0, may_wait=False)
+        self._hooks, self._sink = GradHooks(gradients.parameters), LaunchSink(gradients, launch_next)
         self.begin_next_round()
         self.listen()
         self.num_buckets = len(transport.grads.grad_buffers)
@@ -167,7 +148,7 @@ class GradAverager:
 
         Returns how many ranks have a gradient of each of `self.parameters`; 1 for each with `unused = "error"`.
         """
-        num_ranks_with_grad = self._used.num_ranks_with_grad()
+        num_ranks_with_grad = self._num_ranks_with_grad()
         for bucket in range(self.num_buckets):
             self._reducer.wait_reduce(bucket, 1.0)
         self._reducer.scale_grads(1.0 / divisor)

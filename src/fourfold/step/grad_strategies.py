@@ -173,31 +173,21 @@ class LocalSteps(NamedTuple):
 # ---- norms ---------------------------------------------------------------------------------------------------------
 
 
-class SumOverTensorRanks:
-    """Sums squared norms over the ranks that hold parts of the same parameters: here data ranks each hold all that
-    their place of the tensor axis has of a parameter."""
+def sum_over_tensor_ranks(group: TensorGroup, addends: Tensor) -> Tensor:
+    """[n], float64 -> the sums over the ranks that hold parts of the same parameters. Collective.
 
-    def __init__(self, group: TensorGroup) -> None:
-        self._group = group
-
-    def over_ranks(self, addends: Tensor) -> Tensor:
-        """[n], float64 -> the sums. Collective."""
-        # Each rank adds in rank order: data ranks must get the same bits, also where the tensor ranks of one are joined
-        # by another transport.
-        return self._group.all_gather(addends.unsqueeze(0), 0).sum(0)
+    Here data ranks each hold all that their place of the tensor axis has of a parameter.
+    """
+    # Each rank adds in rank order: data ranks must get the same bits, also where the tensor ranks of one are joined
+    # by another transport.
+    return group.all_gather(addends.unsqueeze(0), 0).sum(0)
 
 
-class SumOverShards(SumOverTensorRanks):
+def sum_over_shards(group: TensorGroup, scalars: ScalarReducer, reducer: GradReducer, addends: Tensor) -> Tensor:
     """The same where data ranks each update a shard."""
-
-    def __init__(self, group: TensorGroup, scalars: ScalarReducer, reducer: GradReducer) -> None:
-        super().__init__(group)
-        self._scalars, self._reducer = scalars, reducer
-
-    def over_ranks(self, addends: Tensor) -> Tensor:
-        self._scalars.all_reduce_async(TRUST_NORMS, shard_addend(self._reducer, addends))
-        of_place = torch.tensor(self._scalars.wait(TRUST_NORMS), dtype=addends.dtype, device=addends.device)
-        return super().over_ranks(of_place)
+    scalars.all_reduce_async(TRUST_NORMS, shard_addend(reducer, addends))
+    of_place = torch.tensor(scalars.wait(TRUST_NORMS), dtype=addends.dtype, device=addends.device)
+    return sum_over_tensor_ranks(group, of_place)
 
 
 # ---- scaling -------------------------------------------------------------------------------------------------------

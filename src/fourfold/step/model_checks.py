@@ -197,10 +197,7 @@ def check_model_loss(loss: Callable[[Any, Any], Any] | None, plan: Plan) -> None
 
 def model_plan_problems(model: nn.Module, plan: Plan, *, clip: float | None) -> list[Problem]:
     """Every problem of the plan by itself, and of the plan with this model."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
-    problems = problems + _cast_problems(model) + model_trait_problems(plan, model_traits(model))
-    return problems + combination_problems(plan, clip=clip)
+    return model_problems(model, plan) + combination_problems(plan, clip=clip)
 
 
 def check_update_timing(optimizer: Optimizer, plan: Plan, *, skip_nan: int = 0) -> None:
@@ -225,6 +222,13 @@ def check_optimizer(
     check_update_timing(optimizer, plan, skip_nan=skip_nan)
     check_user_optimizer(optimizer, step_hook_conflicts(plan))
     return specs
+
+
+def model_problems(model: nn.Module, plan: Plan) -> list[Problem]:
+    """Every problem of the plan with this model."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    problems = _lazy_problems(model) or param_problems(plan, param_specs(trainable, {}))
+    return problems + _cast_problems(model) + model_trait_problems(plan, model_traits(model))
 
 
 def model_traits(model: nn.Module) -> ModelTraits:

@@ -34,7 +34,7 @@ from fourfold.model.weights import Weights
 from fourfold.optim.flat_optimizer import FlatOptimizer
 from fourfold.optim.user_optimizer import StepHooks
 from fourfold.proof.attachment import Rank
-from fourfold.step.grad_strategies import OneRound, ScaledSums, SumOverTensorRanks
+from fourfold.step.grad_strategies import OneRound, ScaledSums
 from fourfold.step.recomputed_blocks import Recompute, RecomputedBlocks
 from fourfold.torch_kit.deferred_grads import WholeBackward
 from fourfold.torch_kit.grad_hooks import GradHooks
@@ -211,8 +211,8 @@ class Stage(NamedTuple):
     scaling: ScaledSums
     update_verbs: tuple[Verb, ...]
     """What updates a bucket: UPDATE, and GATHER if new weights are all-gathered."""
-    norm_sum: SumOverTensorRanks
-    """Of layer-wise updates."""
+    sum_norms: Callable[[Tensor], Tensor]
+    """Of layer-wise updates: adds up what the ranks have of the same parameters. Collective."""
     transport_name: str
     """What joins the data ranks, and why, in words."""
 

@@ -4,6 +4,7 @@ Law: what a plan asks for is decided here, once, and nowhere later.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -46,8 +47,8 @@ from fourfold.step.grad_strategies import (
     RoundEveryBackward,
     ScaledInUpdate,
     ScaledSums,
-    SumOverShards,
-    SumOverTensorRanks,
+    sum_over_shards,
+    sum_over_tensor_ranks,
 )
 from fourfold.step.persistent_state import CodecState, PersistentState, make_codecs
 from fourfold.step.stage import Chunk, Stage
@@ -126,10 +127,10 @@ def make_stage(
     gradients, transport, averager = _make_gradients(trained, data_ranks, topology, meter, calls, codecs)
     trained = _as_joined(trained, transport, world.rank)
     layout: RankLayout = WholeLayout(trained.by_name, trained.buckets, data_ranks)
-    norm_sum, scaling = SumOverTensorRanks(tensor.group), ScaledSums()
+    sum_norms, scaling = functools.partial(sum_over_tensor_ranks, tensor.group), ScaledSums()
     if trained.is_sharded:
         layout = SplitLayout(trained.by_name, trained.buckets, transport.grads, data_ranks)
-        norm_sum = SumOverShards(tensor.group, transport.scalars, transport.grads)
+        sum_norms = functools.partial(sum_over_shards, tensor.group, transport.scalars, transport.grads)
     weights = _make_weights(trained, transport, layout, data_ranks, whole_tensors)
     optimizer = _make_optimizer(trained, transport, gradients, weights)
     if trained.is_sharded or optimizer.converts_grads:  # the update goes over every gradient anyway
@@ -158,7 +159,7 @@ def make_stage(
         rounds=RoundEveryBackward() if trained.layouts.gradient == SPLIT else OneRound(),
         scaling=scaling,
         update_verbs=update_verbs(trained.layouts),
-        norm_sum=norm_sum,
+        sum_norms=sum_norms,
         transport_name=transport.description,
     )
     codec_state = CodecState(codecs, data_ranks, whole_tensors)

@@ -25,7 +25,7 @@ from fourfold.axes.data.work.sharded_params import NO_UNSHARD_SINK, UnshardSink
 from fourfold.axes.pipeline.work.tied import TiedWeights
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edge_compression import Compression, Kept
-from fourfold.comm.edges import StageEdges
+from fourfold.comm.edges import SendingEdge, StageEdges
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.model.batch import Microbatch
@@ -90,6 +90,8 @@ class StepParts(NamedTuple):
     """Which of its totals this rank adds to those over all ranks; of ranks that have the same samples, one adds all."""
     edges: StageEdges
     """To the stages before and behind this rank's."""
+    senders: Sequence[SendingEdge]
+    """Where this rank sends to other stages: over these edges, and tied weights."""
     compression: Compression
     """Of the messages over these edges."""
     tied: TiedWeights

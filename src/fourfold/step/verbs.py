@@ -7,6 +7,7 @@ Law: what a backward or its second half completes is launched while it runs, in 
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fourfold.axes.data.work.gradients import launch_complete
+from fourfold.axes.data.work.gradients import LaunchSink, launch_complete, num_ranks_with_grad
 from fourfold.comm.reduce.protocol import shard_addend
 from fourfold.model.objective import StageOutput
 from fourfold.step.stage import Chunk, Stage
@@ -37,18 +38,6 @@ from fourfold.words.program import (
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-class LaunchSink:
-    """Takes the gradients of one backward, and launches the buckets that they complete."""
-
-    def __init__(self, step: StepState) -> None:
-        self._step, self._gradients = step, step.stage.gradients
-
-    def on_grad(self, param_index: int) -> None:
-        if self._gradients.store(param_index):
-            while launch_next(self._step, may_wait=False) is not None:
-                pass
-
-
 def launch_next(step: StepState, *, may_wait: bool) -> int | None:
     """Launch the next complete bucket of the stage; returns it, or None."""
     stage = step.parts.stage
@@ -56,9 +45,13 @@ def launch_next(step: StepState, *, may_wait: bool) -> int | None:
     return stage.gradients.launch_next(factor, may_wait=may_wait)
 
 
+def _launch_sink(step: StepState) -> LaunchSink:
+    return LaunchSink(step.stage.gradients, functools.partial(launch_next, step, may_wait=False))
+
+
 def backward(step: StepState, action: Action) -> None:
     """The gradients of a microbatch; buckets that are complete are launched on the way."""
-    run_backward(step, action, LaunchSink(step))
+    run_backward(step, action, _launch_sink(step))
 
 
 def run_backward(step: StepState, action: Action, sink: GradSink) -> None:
@@ -78,7 +71,7 @@ def backward_input(step: StepState, action: Action) -> None:
 
 def backward_weight(step: StepState, action: Action) -> None:
     """The second half; buckets that are complete are launched on the way."""
-    run_backward_weight(step, action, LaunchSink(step))
+    run_backward_weight(step, action, _launch_sink(step))
 
 
 def run_backward_weight(step: StepState, action: Action, sink: GradSink) -> None:
@@ -258,9 +251,7 @@ def _measure_loss(step: StepState, action: Action) -> None:
 def _measure_used_params(step: StepState, action: Action) -> None:
     """On how many ranks each parameter has a gradient."""
     stage = step.stage
-    reached = torch.tensor(stage.gradients.countdown.reached, dtype=torch.float64)
-    stage.scalars.all_reduce_async(USED_PARAMS, reached)
-    step.num_ranks_with_grad = stage.scalars.wait(USED_PARAMS)
+    step.num_ranks_with_grad = num_ranks_with_grad(stage.gradients.countdown, stage.scalars)
 
 
 def _measure_grad_norm(step: StepState, action: Action) -> None:
@@ -314,7 +305,7 @@ def _measure_trust_norms(step: StepState, action: Action) -> None:
         for bucket in range(stage.num_buckets)
     ]
     none = torch.zeros(0, 2, dtype=torch.float64)  # of a stage whose weights are all frozen
-    total = stage.norm_sum.over_ranks(torch.cat(local or [none]).flatten().to(step.parts.device))
+    total = stage.sum_norms(torch.cat(local or [none]).flatten().to(step.parts.device))
     by_bucket = total.view(-1, 2).split([len(parameters) for parameters in stage.parameters])
     step.squared_norms = dict(enumerate(by_bucket))
 

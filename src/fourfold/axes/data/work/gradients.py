@@ -19,7 +19,7 @@ Law: a step computes with unbucketed gradients what it would compute with bucket
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.comm.memory_order import shaped
 from fourfold.comm.meter import CommMeter
 from fourfold.comm.reduce.protocol import GradReducer
+from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.optim.flat_optimizer import UpdateSlice
 from fourfold.torch_kit.grad_hooks import (
     check_dense,
@@ -38,6 +39,7 @@ from fourfold.torch_kit.grad_hooks import (
     raise_second_grad,
 )
 from fourfold.words.errors import Problem, TrainingError
+from fourfold.words.program import USED_PARAMS
 from fourfold.words.ranges import rest_of_range
 from fourfold.words.trace_events import DONE_EVENT, LAUNCHED_EVENT, READY_EVENT
 
@@ -539,15 +541,15 @@ Gradients = GradBuckets | UnbucketedGrads
 """The gradients of a stage's parameters, by bucket."""
 
 
-class MeanSink:
-    """Takes the gradients of backwards whose sums are divided later, and launches the buckets that they complete."""
+class LaunchSink:
+    """Takes gradients from autograd, and launches the buckets that they complete: `launch_next` launches the next."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+    def __init__(self, gradients: Gradients, launch_next: Callable[[], int | None]) -> None:
+        self._gradients, self._launch_next = gradients, launch_next
 
     def on_grad(self, param_index: int) -> None:
         if self._gradients.store(param_index):
-            while self._gradients.launch_next(1.0, may_wait=False) is not None:
+            while self._launch_next() is not None:
                 pass
 
 
@@ -555,3 +557,9 @@ def launch_complete(gradients: Gradients, factor: float | None) -> None:
     """Launch the buckets that are complete, up to the first that is not. Does not wait for the sums."""
     while gradients.launch_next(factor, may_wait=True) is not None:
         pass
+
+
+def num_ranks_with_grad(countdown: Countdown, scalars: ScalarReducer) -> Sequence[float]:
+    """By parameter: on how many ranks it has a gradient. Collective."""
+    scalars.all_reduce_async(USED_PARAMS, torch.tensor(countdown.reached, dtype=torch.float64))
+    return scalars.wait(USED_PARAMS)

@@ -17,14 +17,14 @@ from fourfold.torch_kit.torch_private import own_parameters
 class TiedWeights:
     """The tied weights of one rank: those that it owns, or its copies; most ranks have none."""
 
+    senders: Sequence[SendingEdge] = ()
+    """The end at which this rank sends them, or their gradients."""
+
     def copy_forward(self) -> None:
         """Send the weights, or receive them: the weights rest whole."""
 
     def add_gradients(self) -> None:
         """Send the gradients of the copies, or add them to those of the weights."""
-
-    def finish(self) -> None:
-        """Wait until all messages are on their way."""
 
 
 class OwnedWeights(TiedWeights):
@@ -32,6 +32,7 @@ class OwnedWeights(TiedWeights):
 
     def __init__(self, weights: Sequence[nn.Parameter], sender: SendingEdge, receiver: ReceivingEdge) -> None:
         self._weights, self._sender, self._receiver = weights, sender, receiver
+        self.senders = [sender]
 
     def copy_forward(self) -> None:
         self._sender.send([weight.detach() for weight in self._weights])
@@ -41,15 +42,13 @@ class OwnedWeights(TiedWeights):
             # The owner's next backward accumulates into it, and the hook takes both.
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    def finish(self) -> None:
-        self._sender.finish()
-
 
 class CopiedWeights(TiedWeights):
     """Those of the last place."""
 
     def __init__(self, copies: Sequence[Tensor], sender: SendingEdge, receiver: ReceivingEdge) -> None:
         self._copies, self._sender, self._receiver = copies, sender, receiver
+        self.senders = [sender]
 
     @torch.no_grad()
     def copy_forward(self) -> None:
@@ -61,9 +60,6 @@ class CopiedWeights(TiedWeights):
         self._sender.send([torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in self._copies])
         for copy in self._copies:
             copy.grad = None
-
-    def finish(self) -> None:
-        self._sender.finish()
 
 
 def replace_by_copy(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> Tensor:
