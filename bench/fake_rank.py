@@ -28,7 +28,7 @@ from fourfold.planner.task_facts.fake_step import FakeModel
 from fourfold.planner.task_facts.operations import FakeAttention
 from fourfold.planner.task_facts.source import TaskFacts
 from fourfold.step.initial_model import build_meta_model
-from fourfold.torch_kit.deferred_grads import BackwardHalves, DeferredGrads, PendingGrads, WholeBackward
+from fourfold.torch_kit.deferred_grads import DeferredGrads, PendingGrads, WholeBackward
 from fourfold.torch_kit.grad_hooks import GradHooks
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.words.errors import Problem, TaskError
@@ -78,7 +78,7 @@ class FakeRank:
         trained = [each for each in self._weights if each.requires_grad]
         self._hooks = GradHooks(trained)
         self._sink = _DropGrads(trained)
-        self._halves: BackwardHalves = DeferredGrads(trained) if fake.plan.divides_backward else WholeBackward()
+        self._halves: WholeBackward = DeferredGrads(trained) if fake.plan.divides_backward else WholeBackward()
         self._received, self._outputs = dict[Any, list[Tensor]](), dict[Any, list[Tensor]]()
         self._pending: dict[Any, PendingGrads] = {}
 
