@@ -23,7 +23,6 @@ from fourfold.axes.pipeline.work.chain import seeded_segments
 from fourfold.axes.pipeline.work.gates import Gates, StageEnd
 from fourfold.axes.pipeline.work.reentrant import ReentrantCheck
 from fourfold.axes.pipeline.work.stand_in import StandInUsed, sources_of
-from fourfold.comm.communicator import Communicator
 from fourfold.comm.reduce.protocol import GradReducer, WeightGatherer
 from fourfold.comm.reduce.scalars import ScalarReducer
 from fourfold.model.batch import Microbatch
@@ -200,10 +199,8 @@ class Stage(NamedTuple):
     halves: WholeBackward
     reducer: GradReducer
     gatherer: WeightGatherer
-    data_ranks: Communicator
-    """The ranks that sum these gradients."""
     scalars: ScalarReducer
-    """Of these ranks."""
+    """Of the ranks that sum these gradients."""
     optimizer: FlatOptimizer
     weights: Weights
     step_hooks: StepHooks

@@ -145,7 +145,6 @@ def make_stage(
         halves=halves,
         reducer=transport.grads,
         gatherer=transport.weights,
-        data_ranks=data_ranks,
         scalars=transport.scalars,
         optimizer=optimizer,
         weights=weights,
