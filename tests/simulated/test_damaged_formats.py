@@ -796,7 +796,19 @@ def images_in_a_folder(folder: Path) -> Any:
     return ff.open_source(folder)
 
 
-@pytest.mark.parametrize("make", [zeros, images_in_a_pack, images_in_a_folder])
+def arrays_in_a_tar(folder: Path) -> Any:
+    folder.mkdir()
+    array = io.BytesIO()
+    np.save(array, np.zeros(2**21, np.uint8))
+    with tarfile.open(folder / "x.tar", "w") as archive:
+        for number in range(16):
+            info = tarfile.TarInfo(f"{number}.npy")
+            info.size = len(array.getvalue())
+            archive.addfile(info, io.BytesIO(array.getvalue()))
+    return ff.open_source(folder)
+
+
+@pytest.mark.parametrize("make", [zeros, images_in_a_pack, images_in_a_folder, arrays_in_a_tar])
 def test_a_batch_that_unpacks_to_more_than_memory_is_too_large_and_not_damaged(
     tmp_path: Path, make: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -66,10 +66,10 @@ class BatchBytes:
 
 
 def bytes_of(sample: Any) -> int:
-    """The bytes of a sample's tensors and arrays."""
+    """The bytes of a sample's tensors, arrays and texts."""
     if isinstance(sample, Mapping | tuple | list):
         return sum(map(bytes_of, sample.values() if isinstance(sample, Mapping) else sample))
-    return getattr(sample, "nbytes", 0)
+    return len(sample) if isinstance(sample, bytes | str) else getattr(sample, "nbytes", 0)
 
 
 def load_json(content: bytes | str) -> Any:

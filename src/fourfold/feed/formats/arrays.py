@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -153,13 +153,13 @@ class ArrayRows:
         self.shard_sizes = [next(iter(heads.values())).shape[0] for heads in self._heads]
         self._unpacked = Unpacked[dict[str, np.ndarray]]()
 
-    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
+    def read(self, file: int, records: Sequence[int]) -> Iterable[dict[str, Any]]:
         path, heads = self.paths[file], self._heads[file]
         if is_npz(path):
             num_bytes = sum(head.dtype.itemsize * math.prod(head.shape) for head in heads.values())
             held = self._unpacked.get(file, num_bytes, lambda: _unpack(path, heads))
-            return [{name: array[record].copy() for name, array in held.items()} for record in records]
-        return [{LONE: self._row(file, record, heads[LONE])} for record in records]
+            return ({name: array[record].copy() for name, array in held.items()} for record in records)
+        return ({LONE: self._row(file, record, heads[LONE])} for record in records)
 
     def _row(self, file: int, record: int, head: NpyHead) -> np.ndarray:
         """A row of a .npy file."""

@@ -16,7 +16,7 @@ import shlex
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from fourfold.feed.formats.positioned import PositionedFiles, file_size
@@ -54,8 +54,8 @@ class LineRecords:
         self._offsets, self._parse = offsets, parse
         self.shard_sizes = [len(each) - 1 for each in offsets]
 
-    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._read(file, record) for record in records]
+    def read(self, file: int, records: Sequence[int]) -> Iterable[dict[str, Any]]:
+        return (self._read(file, record) for record in records)
 
     def _read(self, file: int, record: int) -> dict[str, Any]:
         start, stop = self._offsets[file][record : record + 2]

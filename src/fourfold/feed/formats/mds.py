@@ -18,7 +18,7 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -244,8 +244,8 @@ class MDS:
         names, _, decoded = self._columns
         return MDS, (self.name, list(itertools.compress(names, decoded)))
 
-    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._parse(self._content(file, record)) for record in records]
+    def read(self, file: int, records: Sequence[int]) -> Iterable[dict[str, Any]]:
+        return (self._parse(self._content(file, record)) for record in records)
 
     def _content(self, file: int, record: int) -> bytes:
         shard = self._shards[file]

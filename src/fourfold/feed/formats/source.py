@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ class Records(Protocol):
     def files(self) -> PositionedFiles | None: ...
     @property
     def shard_sizes(self) -> Sequence[int]: ...
-    def read(self, file: int, records: Sequence[int], /) -> list[Record]: ...
+    def read(self, file: int, records: Sequence[int], /) -> Iterable[Record]: ...
 
 
 class FormatSource:
@@ -153,7 +153,7 @@ class FormatSource:
         for number in dict.fromkeys(index * len(self) // NUM_TRIED for index in range(NUM_TRIED)):
             file, record = self._place(number)
             with contextlib.suppress(*UNREADABLE):  # a damaged record is reported when it is read
-                found |= dict.fromkeys(self._records.read(file, [record])[0])
+                found |= dict.fromkeys(next(iter(self._records.read(file, [record]))))
             if found.keys() >= set(wanted) and (self._columns is not None or len(found) > 1):
                 break
         return list(found)
@@ -174,10 +174,10 @@ class FormatSource:
         numbers = list(map(int, indices))
         if not numbers:
             return _batch_of_none(self[0])
-        samples = self._read_many(numbers)
+        needed = BatchBytes(len(numbers), self.name)
+        samples = self._read_many(numbers, needed)
         if self._images and any(isinstance(value, EncodedImage) for value in _values(samples[0])):
             threads = min(IMAGE_THREADS, len(numbers), len(os.sched_getaffinity(0)))
-            needed = BatchBytes(len(numbers), self.name)
 
             def decoded(index: int, sample: Any) -> Any:
                 pixels = self._decoded(index, sample)
@@ -214,7 +214,7 @@ class FormatSource:
         file = bisect.bisect_right(self._ends, number)
         return file, number - (self._ends[file - 1] if file else 0)
 
-    def _read_many(self, numbers: Sequence[int]) -> list[Any]:
+    def _read_many(self, numbers: Sequence[int], needed: BatchBytes) -> list[Any]:
         """The samples, those of one file in one call. Raises DamagedSample for the first that cannot be read."""
         places = [self._place(number) for number in numbers]
         by_file: dict[int, list[int]] = {}
@@ -226,6 +226,7 @@ class FormatSource:
                 found = self._records.read(file, [places[row][1] for row in rows])
                 for row, record in zip(rows, found, strict=True):
                     samples[row] = self._arranged(record)
+                    needed.add(2 * bytes_of(samples[row]))  # and its row of the batch
             except UNREADABLE:  # which of them?
                 for row in rows:
                     samples[row] = self.pack_sample(numbers[row])

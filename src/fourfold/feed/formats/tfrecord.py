@@ -19,7 +19,7 @@ RFC 3720, appendix B.4; protobuf's encoding guide.
 import functools
 import struct
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -276,8 +276,8 @@ class TFRecords:
         self._starts = [self._index(file) for file in range(len(paths))]
         self.shard_sizes = [len(starts) - 1 for starts in self._starts]
 
-    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._read(file, record) for record in records]
+    def read(self, file: int, records: Sequence[int]) -> Iterable[dict[str, Any]]:
+        return (self._read(file, record) for record in records)
 
     def _read(self, file: int, record: int) -> dict[str, Any]:
         start, stop = self._starts[file][record : record + 2]

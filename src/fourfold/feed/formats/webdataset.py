@@ -14,7 +14,7 @@ manual, "Basic Tar Format" (long names, base-256).
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -203,8 +203,8 @@ class TarSamples:
             return f"{self.paths[file]}, sample {record}"
         return f"{self.paths[file]}, sample {(split_name(first.name) or [first.name])[0]}"
 
-    def read(self, file: int, records: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._read(file, record) for record in records]
+    def read(self, file: int, records: Sequence[int]) -> Iterable[dict[str, Any]]:
+        return (self._read(file, record) for record in records)
 
     def _read(self, file: int, record: int) -> dict[str, Any]:
         archive, sample = self._archives[file], dict[str, Any]()
