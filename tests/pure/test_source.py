@@ -81,7 +81,7 @@ def divide(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch
     (Failing(), "sample 3 (row-3) of Failing"),
     (FailingTogether(), "sample 3 (row-3) of FailingTogether"),
     (FailingBatch(), "sample 3 (row-3) of FailingBatch"),
-    (Transformed(Failing(), lambda sample, _: sample), "sample 3 (row-3) of Failing"),
+    (Transformed(Failing(), lambda sample: sample), "sample 3 (row-3) of Failing"),
     (Mixed({"one": Weighted(Failing(), 1.0)}), "sample 3 (one: row-3) of Mixed"),
     (DataLoader(Failing(), batch_size=4), "sample 3 (row-3) of Failing"),
     (DataLoader(Counted(), batch_size=4, collate_fn=divide), "samples 0, 1, 2, 3 of Counted"),

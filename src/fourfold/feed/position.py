@@ -80,7 +80,6 @@ def length_mismatch(state: Position, num_samples: int | None) -> Problem | None:
 VERSION = 1
 MAX_DESCRIPTION = 300  # letters; a mixture names its sources
 STREAM = "stream"
-POSITION_KEYS = ("seed", "epoch", "position", "num_samples")
 ORDER_KEYS = ("order", "order_version", "order_digest")
 
 
@@ -100,7 +99,7 @@ def make_state_dict(position: Mapping[str, Any], order: SampleOrder | None) -> d
 
 def state_dict_problems(state: Any, order: SampleOrder | None) -> list[Problem]:
     """Why a feed with this order cannot continue from a state; its position is not looked at."""
-    keys = {"version", *POSITION_KEYS, *ORDER_KEYS}
+    keys = {"version", *Position._fields, *ORDER_KEYS}
     if not isinstance(state, Mapping) or set(state) != keys:
         got = f"a state with {comma_list(state) or 'nothing'}" if isinstance(state, Mapping) else repr(state)
         return [Problem(got, "the state_dict() of a feed")]

@@ -153,10 +153,6 @@ def _ndarray(config: str) -> _Encoding:
     return _Encoding(decode, math.prod(shape) * dtype.itemsize if fixed else None)  # type: ignore[arg-type,union-attr]
 
 
-def _int64(content: bytes) -> np.ndarray:
-    return _array(content, np.dtype("<i8"), ())
-
-
 def _whole_number(content: bytes) -> int:
     if len(content) > 20:  # more digits than int64 has: Python's ints have no bound
         raise ValueError(f"a whole number of {len(content)} digits")
@@ -179,7 +175,7 @@ def _pil(content: bytes) -> np.ndarray:
 DECODERS = {
     "bytes": _Encoding(bytes),
     "str": _Encoding(lambda content: content.decode()),
-    "int": _Encoding(_int64, 8),
+    "int": _Encoding(lambda content: _array(content, np.dtype("<i8"), ()), 8),
     "str_int": _Encoding(_whole_number),
     "str_float": _Encoding(lambda content: float(content.decode())),
     "str_decimal": _Encoding(lambda content: content.decode()),

@@ -240,7 +240,9 @@ class TarSamples:
                 problem = Problem(f"{member.name} twice in one sample", "each field once")
                 raise DataError(problem, where=self.paths[file])
             seen.add(field)
-            archive.add(member, self._number_of(field, member, file))
+            archive.starts.append(member.start)
+            archive.sizes.append(member.size)
+            archive.fields.append(self._number_of(field, member, file))
         archive.first.append(len(archive.starts))
 
     def _is_wanted(self, field: str) -> bool:
@@ -276,8 +278,3 @@ class _Archive:
     def __init__(self) -> None:
         self.starts, self.sizes, self.fields = array("Q"), array("Q"), array("H")
         self.first, self.headers = array("Q"), array("Q")
-
-    def add(self, member: _Member, field: int) -> None:
-        self.starts.append(member.start)
-        self.sizes.append(member.size)
-        self.fields.append(field)

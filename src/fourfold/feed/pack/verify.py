@@ -63,9 +63,9 @@ def verify_pack(
 def _verify_shard(files: PackFiles, number: int, progress: Callable[[int], Any]) -> Verified:
     info, path = files.manifest.shards[number], Path(files.name) / layout.shard_name(number)
     damage, samples = [], []
-    for error in _damaged_records(files, number):
-        damage.append(f"{error.key}: {error.reason}")
-        samples.append(error.sample)
+    for sample, text in _damaged_records(files, number):
+        samples.append(sample)
+        damage.append(text)
     try:
         got = _digest(path, progress)
     except OSError as error:
@@ -76,13 +76,7 @@ def _verify_shard(files: PackFiles, number: int, progress: Callable[[int], Any])
     return Verified(info.num_records, info.num_bytes, damage, samples)
 
 
-class _DamagedRecord(NamedTuple):
-    sample: int
-    key: str
-    reason: str
-
-
-def _damaged_records(files: PackFiles, shard: int) -> Iterator[_DamagedRecord]:
+def _damaged_records(files: PackFiles, shard: int) -> Iterator[tuple[int, str]]:
     stop = int(files.ends[shard])
     start = stop - files.manifest.shards[shard].num_records
     buffer = np.empty(0, dtype=np.uint8)
@@ -93,7 +87,7 @@ def _damaged_records(files: PackFiles, shard: int) -> Iterator[_DamagedRecord]:
                 buffer = np.empty(record.length, dtype=np.uint8)
             files.read(record, [buffer.data[: record.length]])
         except DamagedSample as error:
-            yield _DamagedRecord(sample, error.key, error.reason)
+            yield sample, f"{error.key}: {error.reason}"
 
 
 def _digest(path: Path, progress: Callable[[int], Any]) -> str:

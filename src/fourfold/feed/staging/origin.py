@@ -80,23 +80,21 @@ class FolderOrigin:
         self.url = str(folder)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        content = retry(lambda: _read_range(self._folder / name, start, stop), f"{self.url}/{name}", self._backoff)
-        return check_length(content, name, start, stop, self.url)
+        return check_length(self._read_range(name, start, stop), name, start, stop, self.url)
 
     def read_up_to(self, name: str, max_bytes: int) -> bytes:
-        path = self._folder / name
+        return check_size(self._read_range(name, 0, max_bytes + 1), name, max_bytes, self.url)
 
-        def attempt() -> bytes:
-            return _read_range(path, 0, min(path.stat().st_size, max_bytes + 1))
-
-        return check_size(retry(attempt, f"{self.url}/{name}", self._backoff), name, max_bytes, self.url)
+    def _read_range(self, name: str, start: int, stop: int) -> bytes:
+        return retry(lambda: _read_file(self._folder / name, start, stop), f"{self.url}/{name}", self._backoff)
 
 
-def _read_range(path: Path, start: int, stop: int) -> bytes:
+def _read_file(path: Path, start: int, stop: int) -> bytes:
     """The bytes [start, stop) of a file, or those that it has of them."""
     content = b""
     with path.open("rb", buffering=0) as file:
-        while more := os.pread(file.fileno(), stop - start - len(content), start + len(content)):
+        count = min(stop, os.fstat(file.fileno()).st_size) - start
+        while len(content) < count and (more := os.pread(file.fileno(), count - len(content), start + len(content))):
             content = content + more if content else more
     return content
 

@@ -112,7 +112,12 @@ class ShardCache:
         with self._locked(shard.name + LOCK_SUFFIX):
             staged = self.open(shard)
             if staged is None:
-                self._write(shard, read)
+                try:
+                    self._write(shard, read)
+                except OSError as error:
+                    if error.errno in NO_SPACE:  # a full disk is no room, like a full cache
+                        raise NoRoomError from error
+                    raise
                 staged = self.open(shard)
         if staged is None:  # evicted at once, to make room for another process
             raise NoRoomError
@@ -120,7 +125,7 @@ class ShardCache:
 
     def _write(self, shard: Shard, read: ReadRange) -> None:
         part = self.folder / (shard.name + PART_SUFFIX)
-        with _no_room_as_such(), contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             with self._locked(CACHE_LOCK):
                 self._make_room(shard.num_bytes, without=part.name)
                 undo.callback(part.unlink, missing_ok=True)
@@ -203,17 +208,6 @@ def _write_all(descriptor: int, chunk: bytes, start: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, start)
         view, start = view[written:], start + written
-
-
-@contextlib.contextmanager
-def _no_room_as_such() -> Iterator[None]:
-    """A full disk is no room, like a full cache."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise NoRoomError from error
 
 
 def _check_name(name: str) -> None:
