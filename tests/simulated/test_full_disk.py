@@ -393,7 +393,7 @@ def test_the_room_that_a_quicker_rank_has_filled_with_its_file_is_not_asked_for_
         run.step.all_gather_json(None)
         run.checkpoints.save(TrainingProgress(3))
         run.checkpoints.wait_for_writer()
-        return "".join(run.checkpoints.take_failures())
+        return "".join(problem.got for problem in run.checkpoints.take_failures())
 
     assert threads.run(2, body) == ["", ""]
 

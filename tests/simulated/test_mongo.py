@@ -1,5 +1,6 @@
 """Laws of MongoDB sources, on mongomock: no server of MongoDB can be had where these tests run."""
 
+import pickle
 import random
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_an_epoch_of_a_feed_has_every_document_once(database):
     seen = [batch["scores"] for batch in Feed(mongo(URL, "samples", ["scores"]), batch_size=4)]
     assert sorted(torch.cat(seen)[:, 0].tolist()) == [i / 2 for i in range(9)]
     np.testing.assert_array_equal(source[3]["scores"], [1.5, 0.75])
+
+
+def test_a_copy_for_a_worker_reads_the_same_documents(database):
+    fill(database)
+    source = mongo(URL, "samples", ["label"])
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.fetch([3, 1])["label"].tolist() == source.fetch([3, 1])["label"].tolist()
 
 
 def test_a_pipeline_chooses_documents(database):

@@ -6,6 +6,7 @@ import io
 import itertools
 import logging
 import os
+import pickle
 import pwd
 import random
 import re
@@ -26,6 +27,7 @@ import torch
 
 from fourfold.feed import unpacked
 from fourfold.feed.feed import Feed
+from fourfold.feed.pack.schema import leaves
 from fourfold.feed.rows import sql as sql_module
 from fourfold.feed.rows.source import RowSource, open_index, row_digest
 from fourfold.feed.rows.sql import open_database, sql
@@ -157,6 +159,14 @@ def test_a_batch_is_the_stack_of_its_samples_in_any_order(place):
         assert labels.tolist() == [source[n][1] for n in numbers]
         for row, number in zip(inputs["image"], numbers, strict=True):
             assert np.array_equal(row, source[number][0]["image"])
+
+
+def test_a_copy_for_a_worker_reads_the_same_rows_on_a_connection_of_its_own(place):
+    source = open_source(place, place.make("TEXT"))
+    source[0]
+    copy = pickle.loads(pickle.dumps(source))
+    for found, expected in zip(leaves(copy.fetch([3, 1])), leaves(source.fetch([3, 1])), strict=True):
+        assert torch.equal(found[1], expected[1])
 
 
 def test_an_epoch_of_a_feed_has_every_row_once_on_any_number_of_ranks(place):

@@ -87,6 +87,9 @@ class Connections:
             self._local.connection, self._local.process = connect(), os.getpid()
         return self._local.connection
 
+    def __reduce__(self) -> Any:  # to a worker process goes nothing that is open
+        return Connections, ()
+
     def close(self) -> None:
         """Close this thread's connection; the next call makes another."""
         if getattr(self._local, "process", None) == os.getpid():

@@ -86,9 +86,12 @@ class MongoDatabase:
         self.columns = check_columns([key, *(name for name in fields if name != key)], key, where="ff.mongo")
         self._check_arguments()
         self.connections = Connections()
-        self._pymongo = import_optional("pymongo", "pymongo, for mongodb://", "mongo", where="ff.mongo")
-        self._object_id = importlib.import_module("bson").ObjectId
         retried(self, self._check_server, OPENING)
+        self._object_id = importlib.import_module("bson").ObjectId
+
+    @property
+    def _pymongo(self) -> Any:
+        return import_optional("pymongo", "pymongo, for mongodb://", "mongo", where="ff.mongo")
 
     def _check_server(self) -> None:
         """Raise DataError for a URL without a database, and for fields that no document has."""

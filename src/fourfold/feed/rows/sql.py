@@ -162,7 +162,6 @@ class _PostgresDatabase:
         # is sent as one statement, and several are an error of the server.
         self._source, self._key = f"{query.replace('%', '%%')} AS samples", quoted(key).replace("%", "%%")
         self.connections = Connections()
-        self._psycopg = import_optional("psycopg", "psycopg, for postgresql://", "postgres", where="ff.sql")
         try:
             self._psycopg.conninfo.conninfo_to_dict(url)
         except self._psycopg.Error:  # which quotes the password
@@ -170,6 +169,10 @@ class _PostgresDatabase:
             raise DataError(Problem(f"{self.url}, which cannot be read", need, attempt), where="ff.sql") from None
         described = retried(self, self._describe, OPENING)
         self.columns = check_columns([each.name for each in described], key, where="ff.sql")
+
+    @property
+    def _psycopg(self) -> Any:
+        return import_optional("psycopg", "psycopg, for postgresql://", "postgres", where="ff.sql")
 
     def _describe(self) -> Sequence[Any]:
         try:
@@ -203,9 +206,6 @@ class _PostgresDatabase:
         connection = self._psycopg.connect(self._given, autocommit=True, connect_timeout=10)
         connection.execute("SET default_transaction_read_only = on")
         return connection
-
-    def __getstate__(self) -> Any:
-        raise TypeError("a connection with a password is not copied to other processes")
 
 
 def quoted(name: str) -> str:
