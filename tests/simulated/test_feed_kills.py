@@ -122,7 +122,8 @@ def test_damaged_records_of_a_pack_are_left_out_and_the_others_keep_their_batche
         (folder / file.name).write_bytes(file.read_bytes())
     files = ff.Pack(folder)._files
     for record in files.records(bad):
-        with (folder / f"shard-{record.file.number:05}.data").open("r+b") as file:
+        shard = int(np.searchsorted(files.ends, record.sample, side="right"))
+        with (folder / f"shard-{shard:05}.data").open("r+b") as file:
             file.seek(record.offset + 5)
             file.write(b"\xff")
     per_epoch = -(-source(path, order).sample_order.num_positions // BATCH_SIZE) if order == "mixed" else 13

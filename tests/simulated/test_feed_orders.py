@@ -173,7 +173,7 @@ def test_the_state_of_10_to_the_9_samples_is_small_and_in_no_order_a_table():
 OTHER_ORDERS = {
     "window": (Numbers([5] * 6), {"order": "windowed", "window": 3}, "windowed, window 2 of 6 shards; now: windowed, "),
     "kind": (Numbers([5] * 6), {}, "saved in the order: windowed, window 2 of 6 shards; now: global"),
-    "unshuffled": (Numbers([5] * 6), {"shuffle": False}, "now: in order"),
+    "unshuffled": (Numbers([5] * 6), {"shuffle": False}, "now: in the source"),
     "shards": (Numbers([4, 6] * 3), {"order": "windowed", "window": 2}, "of other shards, sources or weights"),
     "mixture": (mixture(), {}, "now: mixed, blocks of 63: a 42, b 21"),
 }

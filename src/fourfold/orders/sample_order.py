@@ -99,7 +99,7 @@ class InOrder(NamedTuple):
         return positions
 
     def description(self) -> str:
-        return "in order"
+        return "in the source's order"
 
     def digest(self) -> str:
         return digest_of(self.kind, self.version, self.num_positions)
