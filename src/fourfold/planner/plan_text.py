@@ -175,19 +175,9 @@ def used_terms(predictions: Sequence[Prediction]) -> list[str]:
     ]
 
 
-def _used_kinds(parts: Sequence[MemoryParts]) -> list[str]:
-    """The kinds of memory of which any place has some."""
-    return [kind for kind in MemoryParts._fields if any(getattr(each, kind) > 0 for each in parts)]
-
-
 def bubble_fraction(prediction: Prediction) -> float:
     """The fraction of a step that the slowest rank waits for other stages."""
     return prediction.terms.bubble / prediction.seconds if prediction.seconds else 0.0
-
-
-def _sent_bytes(prediction: Prediction) -> float:
-    """What a rank sends in a step at most, over all axes."""
-    return sum(prediction.sent_bytes.values())
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -204,7 +194,7 @@ def format_decision(decision: Decision, workload: Workload) -> str:
     sections = [
         [fewer] if (fewer := fewer_devices(decision)) else [],
         [*_format_head(workload), _format_counts(decision, workload)],
-        _format_ranking(decision, workload),
+        [*table_lines(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)],
         host_lines(decision),
         ["why the first", *_indent(table_lines(reasons(decision), "<<", gap="   "))],
         ["where a step goes", *_indent(format_terms(compared(decision)))],
@@ -283,7 +273,7 @@ def _row(prediction: Prediction, workload: Workload, *, number: str = "", mark: 
         "" if share is None else _share(share),
         format_bytes(prediction.memory.total),
         _share(bubble_fraction(prediction)),
-        format_bytes(_sent_bytes(prediction)),
+        format_bytes(sum(prediction.sent_bytes.values())),
         plan_words(prediction.plan),
     )
 
@@ -308,10 +298,6 @@ def _format_flops(rate: float) -> str:
 def _share(fraction: float) -> str:
     """A cell of a column of fractions."""
     return f"{100 * fraction:.1f} %"
-
-
-def _format_ranking(decision: Decision, workload: Workload) -> list[str]:
-    return [*table_lines(ranking_rows(decision, workload), _ALIGNMENTS), *ranking_notes(decision)]
 
 
 def ranking_notes(decision: Decision) -> list[str]:
@@ -374,8 +360,10 @@ def memory_rows(
 ) -> list[tuple[str, ...]]:
     """Bytes by kind: a row for each place on the pipeline axis; of more than `most_places`, those that matter."""
     parts = prediction.by_stage
-    kinds = _used_kinds(parts)
-    shown = list(range(len(parts))) if len(parts) <= most_places else _ends_and_peak(prediction)
+    kinds = [kind for kind in MemoryParts._fields if any(getattr(each, kind) > 0 for each in parts)]
+    shown: Sequence[int] = range(len(parts))
+    if len(parts) > most_places:
+        shown = sorted({0, parts.index(prediction.memory), len(parts) - 1})
     rows: list[tuple[str, ...]] = [("", *kinds, "in all", *([] if limit_bytes is None else ["limit"]))]
     for place in shown:
         cells = (format_bytes(getattr(parts[place], kind)) for kind in kinds)
@@ -383,11 +371,6 @@ def memory_rows(
         label = "" if len(parts) == 1 else f"pp {place}"
         rows.append((label, *cells, format_bytes(parts[place].total), *limit))
     return rows
-
-
-def _ends_and_peak(prediction: Prediction) -> list[int]:
-    totals = [each.total for each in prediction.by_stage]
-    return sorted({0, totals.index(max(totals)), len(totals) - 1})
 
 
 def _format_refused(refused: Sequence[Refused]) -> list[str]:

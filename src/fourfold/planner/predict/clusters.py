@@ -34,7 +34,7 @@ from fourfold.plan.decode import DecodeError, from_toml, read_toml
 from fourfold.plan.plan import Plan
 from fourfold.plan.precision import COMPUTE_FORMATS
 from fourfold.plan.topology import Topology
-from fourfold.planner.predict.facts import Collective, Operation, OperationKind, SegmentFacts
+from fourfold.planner.predict.facts import Operation, OperationKind, SegmentFacts
 from fourfold.planner.predict.prices import GroupShape, SegmentSeconds
 from fourfold.words.errors import PlanError, Problem, closest_match, os_error_text
 from fourfold.words.field import Field
@@ -328,11 +328,6 @@ RINGS = {Change.ALL_REDUCE: 2, Change.REDUCE_SCATTER: 1, Change.ALL_GATHER: 1}
 """How often a tensor goes around a ring."""
 
 
-def message_seconds(tier: Tier, num_bytes: float) -> float:
-    """One message from its send to its receipt."""
-    return tier.latency + num_bytes / (tier.bandwidth * tier.efficiency)
-
-
 def collective_seconds(cluster: Cluster, change: Change, whole_bytes: float, group: GroupShape) -> float:
     """One collective over a tensor of `whole_bytes`. What sends nothing takes no time."""
     if group.size == 1 or change not in (*RINGS, Change.ALL_TO_ALL):
@@ -404,7 +399,8 @@ class RooflinePrices:
             inputs, weights = inputs + half_inputs * once, weights + half_weights * once
             recomputed += once if facts.name and _is_recomputed(operation, plan.recompute) else 0.0
         for collective in facts.collectives:
-            once = self._collective_inside(collective, plan, num_samples)
+            group = self.axis_group(collective.axis, plan)
+            once = self.collective(collective.change, num_samples * collective.whole_bytes, group)
             forward += collective.forward * once
             inputs += collective.backward * once
             recomputed += collective.repeats(plan.recompute) * once if facts.name else 0.0
@@ -433,10 +429,6 @@ class RooflinePrices:
         products = self.cluster.products
         return max(seconds, (num_samples * operation.flops + products.half) / (peak * products.highest))
 
-    def _collective_inside(self, collective: Collective, plan: Plan, num_samples: float) -> float:
-        group = self.axis_group(collective.axis, plan)
-        return self.collective(collective.change, num_samples * collective.whole_bytes, group)
-
     def axis_group(self, axis: Axis, plan: Plan) -> GroupShape:
         """How the peers along an axis are spread over hosts that are filled with consecutive ranks."""
         mesh, stride = (
@@ -455,7 +447,7 @@ class RooflinePrices:
     def edge(self, num_bytes: float, *, crosses_hosts: bool) -> float:
         tier = self.cluster.network if crosses_hosts else self.cluster.host
         assert tier is not None, "a cluster of several hosts has a network"
-        return message_seconds(tier, num_bytes)
+        return tier.latency + num_bytes / (tier.bandwidth * tier.efficiency)
 
     # ---- memory traffic -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from fourfold.plan.ask import Ask
 from fourfold.plan.plan import Plan
 from fourfold.plan.plan_fields import PLAN_FIELDS
-from fourfold.planner.predict.prediction import Prediction, StepTerms
+from fourfold.planner.predict.prediction import Prediction
 from fourfold.planner.search.decision import Progress
 from fourfold.planner.search.space import GROUP_FIELDS, VARIANT_FIELDS, Fields, Space, choices, expand, groups
 from fourfold.planner.search.step_pricing import StepPricing
@@ -94,13 +94,6 @@ class _Group(NamedTuple):
     floor: float
     fields: Fields
     plan: Plan
-
-
-class _Timed(NamedTuple):
-    """A plan and the terms of its estimate, without what it holds."""
-
-    plan: Plan
-    terms: StepTerms
 
 
 class _Mesh:
@@ -238,12 +231,12 @@ class _Searcher:
         self._too_large[key] = group.plan.microbatches
         return False
 
-    def _timed(self, group: _Group) -> list[_Timed]:
+    def _timed(self, group: _Group) -> list[Prediction]:
         """The plans of a group, each schedule as far as it may be kept, and the first plan of each."""
         schedules = expand(SCHEDULE_FIELDS, group.fields, self._ask, self._space)
         return [timed for schedule in schedules for timed in self._timed_variants(schedule)]
 
-    def _timed_variants(self, schedule: Fields) -> Iterator[_Timed]:
+    def _timed_variants(self, schedule: Fields) -> Iterator[Prediction]:
         for fields in expand((*SHARD_FIELDS, "update"), schedule, self._ask, self._space):
             timed = self._time(fields)
             if timed is not None:
@@ -251,7 +244,7 @@ class _Searcher:
                 if not self._may_be_kept(self._least_seconds(timed)):
                     return
 
-    def _estimate_fastest(self, group: _Group, timed: Sequence[_Timed]) -> None:
+    def _estimate_fastest(self, group: _Group, timed: Sequence[Prediction]) -> None:
         """Estimate the fastest plan with each schedule."""
         slowest_first = sorted(timed, key=lambda each: -each.terms.total)
         for each in {each.plan.schedule: each for each in slowest_first}.values():
@@ -287,15 +280,15 @@ class _Searcher:
                 if not self._may_be_kept(self._least_seconds(found)):
                     return
 
-    def _is_fast(self, found: Prediction | _Timed) -> bool:
+    def _is_fast(self, found: Prediction) -> bool:
         """Whether a plan may be kept, if it fits, with some division into stages."""
         return self._may_be_kept(found.terms.total - _span(found) + self._least_span(found))
 
-    def _least_seconds(self, found: Prediction | _Timed) -> float:
+    def _least_seconds(self, found: Prediction) -> float:
         """What is left of a step, whatever its zero, shard and update are, and however well its stages are balanced."""
         return self._least_span(found) / self._pricing.slowdown()
 
-    def _least_span(self, found: Prediction | _Timed) -> float:
+    def _least_span(self, found: Prediction) -> float:
         """What computing and waiting take, however well the stages are balanced."""
         is_open = found.plan.num_stages > 1 and self._ask.is_open("stages")
         return _span(found) * (self._pricing.balance(found.plan) if is_open else 1.0)
@@ -313,9 +306,9 @@ class _Searcher:
                 self._file(found)
         return self._estimates[key]
 
-    def _time(self, fields: Fields) -> _Timed | None:
-        """None: the plan cannot be carried out."""
-        return self._priced(fields, lambda plan: _Timed(plan, self._pricing.terms(plan)))
+    def _time(self, fields: Fields) -> Prediction | None:
+        """The estimate of a plan without what it holds; None: it cannot be carried out."""
+        return self._priced(fields, lambda plan: Prediction(plan, self._pricing.terms(plan), (), {}))
 
     def _priced(self, fields: Fields, price: Callable[[Plan], _T]) -> _T | None:
         plan = self._candidate(fields)
@@ -343,7 +336,7 @@ class _Searcher:
         self.found.problems |= dict.fromkeys(problems)
 
 
-def _span(found: Prediction | _Timed) -> float:
+def _span(found: Prediction) -> float:
     terms = found.terms
     return terms.compute + terms.recompute + terms.tensor + terms.context + terms.bubble
 
