@@ -1,17 +1,19 @@
 """Known waits: what this process waits for, where its own code knows it, such as an origin that does not answer.
 
 slot   a few int64s that hold the oldest known wait; in memory that others may read, such as this process's launcher
-owner  the process whose wait the slot holds: this one, or one that it has forked, such as a worker of a DataLoader
+owner  the process whose wait the slot holds: this one, or one that it has started, such as a worker of a DataLoader
 Law: a wait is in the slot from the beginning to the end of its `with` block, and nobody is called: who asks, reads.
 """
 
 import contextlib
 import itertools
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fourfold.environment.processes import process_state
 
@@ -41,6 +43,8 @@ class _Waits:
 
     def __init__(self) -> None:
         self.slot = memoryview(bytearray(8 * SLOT_WORDS)).cast("q")
+        self.place: tuple[str, int] | None = None
+        """The file that the slot is in, and its first int64; None: it is in memory."""
         self.numbers = itertools.count()
         self.reset()
 
@@ -90,7 +94,35 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
 def write_to(slot: memoryview) -> None:
     """From now on the waits of this process, and of those that it forks later, stand in `slot`: SLOT_WORDS int64s."""
     with _waits.lock:
-        _waits.slot = slot
+        _waits.slot, _waits.place = slot, None
+
+
+def write_to_file(path: str, start: int) -> None:
+    """The same in a file, from its int64 number `start` on. `HandedSlot` hands it to processes that are spawned."""
+    write_to(mapped_words(Path(path))[start : start + SLOT_WORDS])
+    _waits.place = path, start
+
+
+def mapped_words(path: Path) -> memoryview:
+    """The int64s of a file."""
+    with path.open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+
+class HandedSlot:
+    """The slot of this process, for one that it starts. One that is forked has it already; one that is spawned, to
+    which this is pickled, maps its file."""
+
+    def __init__(self, place: tuple[str, int] | None = None) -> None:
+        self._place = place
+
+    def __reduce__(self) -> Any:
+        return HandedSlot, (_waits.place,)
+
+    def take(self) -> None:
+        """In the new process: its waits stand in the slot from now on."""
+        if self._place is not None:
+            write_to_file(*self._place)
 
 
 def read(slot: memoryview) -> KnownWait:

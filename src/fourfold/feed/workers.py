@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from fourfold.environment.known_waits import HandedSlot
 from fourfold.environment.processes import leave_signals_to_parent, process_state
 from fourfold.feed.readable import Fetched, fetch_readable
 from fourfold.feed.sample_rng import seed_generators
@@ -98,7 +99,7 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, **options: Any) -> DataLo
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=functools.partial(_begin_worker, loader.worker_init_fn),
+        worker_init_fn=functools.partial(_begin_worker, HandedSlot(), loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         # Not torch's default generator: training draws from it, and must draw the same with and without workers.
@@ -110,7 +111,8 @@ def copy_loader(loader: DataLoader[Any], dataset: Any, **options: Any) -> DataLo
 _workers = weakref.WeakSet[Any]()
 
 
-def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
+def _begin_worker(slot: HandedSlot, begin: Callable[[int], None] | None, number: int) -> None:
+    slot.take()
     parent = multiprocessing.parent_process()
     leave_signals_to_parent()
     if sys.platform == "linux" and parent is not None and process_state(parent.pid or 0) in ("", "Z"):

@@ -12,7 +12,6 @@ Law: a culprit is killed with SIGKILL, because a stopped process does not react 
 import contextlib
 import itertools
 import math
-import mmap
 import os
 import re
 import signal
@@ -46,8 +45,7 @@ class HeartbeatFile:
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.path, self._num_ranks = folder / "pulse", num_ranks
         self.path.write_bytes(bytes(8 * RECORD_WORDS * num_ranks))
-        with self.path.open("r+b") as file:
-            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._words = known_waits.mapped_words(self.path)
 
     def reset(self) -> None:
         """An attempt begins: every rank is starting."""
