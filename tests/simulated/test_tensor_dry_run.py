@@ -33,9 +33,9 @@ def make_step(model: nn.Module, loss: Any, comm: Any, plan: Plan, rules: Any = N
     return TrainStep(model, loss, SGD, plan=plan, communicator=comm, tensor=rules or {})
 
 
-@pytest.fixture(autouse=True, params=["held", "not held"])
+@pytest.fixture(params=["held", "not held"])
 def whole_weights(request, monkeypatch):
-    """All laws hold where the whole model fits into memory, and where its weights take nearly none."""
+    """Whether the whole model fits into memory, or its weights take nearly none. Their values are the same."""
     if request.param == "not held":
         monkeypatch.setattr(TensorCheck, "memory_fits", lambda self: [False, False, True, True])
     return request.param
@@ -61,7 +61,7 @@ def finished(monkeypatch):
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=str)
-def test_the_language_model_passes_once(fields, finished):
+def test_the_language_model_passes_once(fields, whole_weights, finished):
     plan = Plan(**fields)
 
     def body(comm):
@@ -76,7 +76,7 @@ def test_the_language_model_passes_once(fields, finished):
 @pytest.mark.covering
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", HUGGING_FACE)
-def test_models_of_transformers_pass(kind, tp, finished):
+def test_models_of_transformers_pass(kind, tp, whole_weights, finished):
     def body(comm):
         make_step(hugging_face(kind), logits_loss, comm, Plan(tp=tp)).dry_run(texts()[0])
 
@@ -93,7 +93,7 @@ def test_a_model_in_half_precision_passes_in_float64(finished):
     assert finished == [2, 2]
 
 
-def test_it_leaves_no_trace(finished):
+def test_it_leaves_no_trace(whole_weights, finished):
     def body(comm):
         step = make_step(hugging_face("llama"), logits_loss, comm, Plan(tp=2))
         before = {name: value.clone() for name, value in step.model.state_dict().items()}

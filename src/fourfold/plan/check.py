@@ -56,9 +56,8 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
     problems = edge_problems(plan.edge, plan.edge_density, plan.pp)
     if plan.pp == 1:
         return problems
-    sizes = {"pp": plan.pp, "microbatches": plan.microbatches, "interleave": plan.interleave}
     problems += stage_count_problems(plan.stages, plan.num_stages)
-    problems += schedule_problems(plan.schedule, **sizes, max_in_flight=plan.max_in_flight, program=plan.program)
+    problems += schedule_problems(plan.schedule, **plan.schedule_sizes)
     halves = not problems and plan.divides_backward
     problems += conflicts.recompute_problems(plan.recompute, plan.schedule, divides_backward=halves)
     if plan.is_asynchronous:

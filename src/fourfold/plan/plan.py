@@ -128,16 +128,17 @@ class Plan(PlanFields):
     @functools.cached_property
     def compute_lists(self) -> ComputeLists:
         """By place on the pipeline axis: the forwards and backwards of a step that is drained at its end."""
-        return compute_actions("1f1b" if self.is_asynchronous else self.schedule, **self._schedule_sizes)
+        return compute_actions("1f1b" if self.is_asynchronous else self.schedule, **self.schedule_sizes)
 
     @functools.cached_property
     def undrained_lists(self) -> ComputeLists:
         """By place: the forwards and backwards of a few steps in a row; of one, if the schedule is synchronous."""
         num_batches = NUM_SHOWN_BATCHES if self.is_asynchronous else 1
-        return compute_actions(self.schedule, **self._schedule_sizes, num_batches=num_batches)
+        return compute_actions(self.schedule, **self.schedule_sizes, num_batches=num_batches)
 
     @property
-    def _schedule_sizes(self) -> dict[str, Any]:
+    def schedule_sizes(self) -> dict[str, Any]:
+        """What its schedule is made for, by name."""
         names = ("pp", "microbatches", "interleave", "max_in_flight", "program")
         return {name: getattr(self, name) for name in names}
 

@@ -40,8 +40,9 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
     """Within, forwards and backwards of the model leave no trace; its gradients are None."""
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
-    contents = [(value, value.copy()) for each in attributes for value in each.values() if _is_container(value)]
-    tensors = [(value, value.detach().clone()) for each in attributes for value in each.values() if _is_plain(value)]
+    values = [value for each in attributes for value in each.values()]
+    contents = [(value, value.copy()) for value in values if isinstance(value, dict | list) and hasattr(value, "copy")]
+    tensors = [(value, value.detach().clone()) for value in values if _is_plain(value)]
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -60,10 +61,6 @@ def preserve_module(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list) and hasattr(value, "copy")
 
 
 def _is_plain(value: Any) -> bool:
@@ -257,7 +254,8 @@ class Proof:
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """Within, the first rank says what is checked, if that takes long."""
-        timer = threading.Timer(QUIET_SECONDS, self._tell)
+        told = "fourfold: before the first step: checking that"
+        timer = threading.Timer(QUIET_SECONDS, lambda: print_stderr(f"{told} {self._current}"))
         timer.daemon = True
         if self._world.rank == 0:
             timer.start()
@@ -265,9 +263,6 @@ class Proof:
             yield
         finally:
             timer.cancel()
-
-    def _tell(self) -> None:
-        print_stderr(f"fourfold: before the first step: checking that {self._current}")
 
 
 def raise_problems(reports: Sequence[Report], where: str, key: str = "problems") -> None:
@@ -286,6 +281,11 @@ def out_of_step_problem() -> Problem:
 def peer_failed(rank: int, text: str) -> TaskError:
     """The error of the ranks that learn in a check that another rank has failed."""
     return TaskError(Problem(f"rank {rank} failed on its first batch: {text}"), where="the task")
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says; its class if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def summarize_error(error: Exception) -> str:

@@ -14,8 +14,8 @@ plan says `batch_norm = "local"` and the state is not trained.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,8 @@ from fourfold.model.model_call import call_model, eval_mode
 from fourfold.model.objective import ForwardResult, Objective
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.proof.checks import preserve_module
-from fourfold.proof.counted_forwards import count_problem
 from fourfold.proof.grad_projections import is_close
-from fourfold.proof.loss_check import LossComparison, compare_losses
+from fourfold.proof.loss_check import LossComparison, compare_losses, count_problem
 from fourfold.proof.loss_probes import probe_loss, probe_model_loss
 from fourfold.proof.random_weights import near_values
 from fourfold.proof.weight_write_check import (
@@ -96,7 +95,7 @@ def loss_state_problem(names: Sequence[str], num_parts: int) -> Problem:
 
 
 StateChanges = Mapping[str, Tensor]
-StateSummary = Mapping[str, Sequence[str]]
+T = TypeVar("T")
 
 
 class StateSnapshot:
@@ -177,11 +176,11 @@ def moved_state(model: nn.Module, names: Collection[str]) -> Iterator[None]:
                 data.copy_(values)
 
 
-def differing_across_forwards(forwards: Sequence[StateChanges]) -> list[str]:
-    """The names whose values differ between forwards."""
-    names = sorted({name for changes in forwards for name in changes})
-    first, *others = forwards
-    return [n for n in names if any(n not in c or n not in first or not is_identical(c[n], first[n]) for c in others)]
+def differing(found: Sequence[Mapping[str, T]], is_same: Callable[[T, T], bool]) -> list[str]:
+    """The names whose values are not in all of these, or not the same."""
+    names = sorted({name for each in found for name in each})
+    first, *others = found if found else [{}]
+    return [n for n in names if any(n not in c or n not in first or not is_same(c[n], first[n]) for c in others)]
 
 
 def summarize_changes(changes: StateChanges) -> dict[str, list[str]]:
@@ -197,16 +196,8 @@ def summarize_changes(changes: StateChanges) -> dict[str, list[str]]:
     return summary
 
 
-def differing_across_ranks(summaries: Sequence[StateSummary]) -> list[str]:
-    """The names whose values differ between ranks by more than rounding."""
-    names = sorted({name for summary in summaries for name in summary})
-    first, *others = summaries if summaries else [{}]
-    return [
-        n for n in names if any(n not in c or n not in first or not _is_close_summary(c[n], first[n]) for c in others)
-    ]
-
-
-def _is_close_summary(a: Sequence[str], b: Sequence[str]) -> bool:
+def is_close_summary(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Whether two of these differ by rounding only."""
     if a == b:
         return True
     if len(a) != 3 or len(b) != 3 or a[2] != b[2]:
@@ -472,12 +463,12 @@ class ForwardComparison:
     def _state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the model state that these forwards have changed."""
         trained = self._weight_check.trained_names
-        if names := differing_across_forwards([forward.state_changes for forward in forwards]):
+        if names := differing([forward.state_changes for forward in forwards], is_identical):
             return sample_dependence_problems(names, self._split.num_parts, trained)
         if self._split.num_microbatches == 1:
             return []
         after_two = self._forward(batch, num_forwards=2).state_changes
-        names = differing_across_forwards([forwards[-1].state_changes, after_two])
+        names = differing([forwards[-1].state_changes, after_two], is_identical)
         return forward_count_problems(names, self._split.num_microbatches, trained)
 
     def _rewrite_problems(self, batch: Any, names: Sequence[str]) -> tuple[bool, list[Problem]]:
@@ -508,7 +499,7 @@ class ForwardComparison:
     def _loss_state_problems(self, batch: Any, forwards: Sequence[DryRunForward]) -> list[Problem]:
         """What is wrong with the state that the loss has changed: ranks without samples do not call the loss."""
         after_two = self._forward(batch, num_forwards=2).loss_state_changes
-        names = differing_across_forwards([*(forward.loss_state_changes for forward in forwards), after_two])
+        names = differing([*(forward.loss_state_changes for forward in forwards), after_two], is_identical)
         return [loss_state_problem(names, self._split.num_parts)] if names else []
 
 
@@ -522,18 +513,11 @@ def _compare_forwards(full: DryRunForward, parts: Sequence[DryRunForward]) -> Lo
     """Compare the losses of forwards that have one."""
     forwards = (full, *parts)
     full_result, *part_results = [forward.result for forward in forwards if forward.result is not None]
-    outputs = [
-        leaf.detach()
-        for result in (full_result, *part_results)
-        for leaf in tree_leaves(result.outputs)
-        if leaf.is_floating_point()
-    ]
     return compare_losses(
         full_result,
         part_results,
         part_sizes=[forward.num_samples for forward in parts],
         min_itemsize=min(forward.min_itemsize for forward in forwards),
-        max_output=max(map(_max_finite, outputs), default=0.0),
     )._replace(has_randomness=any(forward.has_randomness for forward in forwards))
 
 
@@ -574,8 +558,3 @@ def compiled_problem(what: str, num_parts: int, attempt: str) -> Problem:
     got = f"{what}, and a batch that is split into {num_parts} parts"
     need = "uncompiled calls of loss functions: Fourfold counts their targets, to weight the parts"
     return Problem(got, need, f"{attempt}; or a loss that returns unreduced values, or a pair (sum, count)")
-
-
-def _max_finite(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -31,10 +31,6 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
 HALF_GRADIENT_TOLERANCE = 0.2
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype.to_real(), HALF_TOLERANCE)
-
-
 def gradient_tolerance_of(dtype: torch.dtype) -> float:
     return GRADIENT_TOLERANCE.get(dtype.to_real(), HALF_GRADIENT_TOLERANCE)
 
@@ -49,7 +45,7 @@ def is_close(expected: Tensor, actual: Tensor, tolerance: float | None = None, *
         return False
     if not expected.numel():
         return True
-    tolerance = tolerance_of(expected.dtype) if tolerance is None else tolerance
+    tolerance = TOLERANCE.get(expected.dtype, HALF_TOLERANCE) if tolerance is None else tolerance
     expected, actual = (torch.nan_to_num(tensor, posinf=0.0, neginf=0.0).double() for tensor in (expected, actual))
     return (expected - actual).abs().max().item() <= tolerance * max(expected.abs().max().item(), floor, 1e-30)
 

@@ -10,13 +10,15 @@ Law: a loss or a model that mixes samples, in forward or in backward, is refused
 and its hooks are as before. The parameters' own hooks are not called: the copies have none.
 
 If float64 is unavailable (no kernel, no memory), gradients are compared in the model's own dtype, and that is logged.
+Law: numbers of Python with which a model or a loss counts its forwards, such as `self.step += 1`, are named only if
+each forward changes them, and two forwards of the same samples have different losses.
 Law: what is not a mean, such as a sum or a loss between the samples of a batch, is further off than the tolerance.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +36,8 @@ from fourfold.proof.checks import (
     preserve_module,
     summarize_error,
 )
-from fourfold.proof.counted_forwards import count_problem
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
-from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, project_gradients, run_backward
+from fourfold.proof.grad_projections import NOISE_FLOOR, Projection, is_close, project_gradients, run_backward
 from fourfold.proof.random_weights import cast_real, copy_buffers, copy_parameters, copy_tensor_attributes
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import detached_clone, tree_leaves, tree_map
@@ -106,14 +107,26 @@ class LossComparison(NamedTuple):
         return Problem(got, need, MEND)
 
 
+def largest_number(*trees: Any) -> float:
+    """The largest finite one among the floating-point tensors of trees; 0.0 if there is none."""
+    floats = (t.detach() for t in tree_leaves(trees) if t.is_floating_point() and t.numel())
+    return max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
+
+
 def compare_losses(
-    full: ForwardResult, parts: Sequence[ForwardResult], *, part_sizes: list[int], min_itemsize: int, max_output: float
+    full: ForwardResult,
+    parts: Sequence[ForwardResult],
+    *,
+    part_sizes: list[int],
+    min_itemsize: int,
+    max_output: float | None = None,
 ) -> LossComparison:
     """Compare the loss of one forward with those of its parts.
 
-    `min_itemsize` is that of the least precise number in the forwards, `max_output` the largest output.
+    `min_itemsize` is that of the least precise number in the forwards, `max_output` the largest output (None: theirs).
     """
     forwards = (full, *parts)
+    max_output = largest_number(*(each.outputs for each in forwards)) if max_output is None else max_output
     losses = [(float(each.loss.total.detach()), float(each.loss.count)) for each in forwards]
     means = [_weighted_mean(losses[:1]), _weighted_mean(losses[1:]), *(_weighted_mean([each]) for each in losses)]
     comparison = LossComparison(
@@ -198,6 +211,38 @@ def _peak_to_peak(numbers: Sequence[float]) -> float:
     return max(numbers) - min(numbers)
 
 
+# ---- counted forwards ----------------------------------------------------------------------------------------------
+
+ROUNDINGS = 4  # a forward on a GPU may not be the same twice
+
+
+def count_problem(model: nn.Module, objective: Objective, forward: Callable[[], Tensor]) -> Problem | None:
+    """What is wrong with a model or a loss that counts its forwards; None: it counts none that its loss depends on.
+
+    forward  its loss for the same samples in each call, with the same weights and buffers
+    """
+    before = _numbers(model, objective)
+    first, second = forward().detach(), forward().detach()
+    names = [name for name, value in _numbers(model, objective).items() if value != before.get(name)]
+    if not names or is_close(first, second, ROUNDINGS * torch.finfo(first.dtype).eps):
+        return None
+    got = f"each forward changes {format_names(names)}, and the loss depends on it"
+    need = "a loss that does not depend on the number of forwards: the batch is split into parts"
+    attempt = "to set it once in each step, outside of forward, such as in a callback; or dp = 1 and microbatches = 1"
+    return Problem(got, need, attempt)
+
+
+def _numbers(model: nn.Module, objective: Objective) -> dict[str, float]:
+    """The numbers among the attributes of all modules, and of the loss, by name."""
+    holders: list[tuple[str, Any]] = [*model.named_modules(), *(("", each) for each in objective.function.objects())]
+    return {
+        f"{path}.{name} of {type(holder).__name__}".removeprefix("."): value
+        for path, holder in holders
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if type(value) in (int, float)
+    }
+
+
 # ---- check ---------------------------------------------------------------------------------------------------------
 
 
@@ -261,9 +306,11 @@ class LossCheck:
     def _compare(self, full: Any, parts: Sequence[Any], scales: tuple[float, float]) -> Problem | None:
         full_pass, parts_pass = self._run_pass([full], scales[0]), self._run_pass(parts, scales[1])
         if self._config.dtype is not None:  # in the model's own dtype, losses have been compared already
-            problem = self._compare_losses(full_pass, parts_pass, [num_samples(part) for part in parts]).problem
-            if problem is not None:
-                return problem
+            (full_result,), itemsize = full_pass.results, min(full_pass.min_itemsize, parts_pass.min_itemsize)
+            sizes = [num_samples(part) for part in parts]
+            compared = compare_losses(full_result, parts_pass.results, part_sizes=sizes, min_itemsize=itemsize)
+            if compared.problem is not None:
+                return compared.problem
         return self._compare_gradients(full_pass, parts_pass)
 
     # ---- forward and backward -----------------------------------------------------------------------
@@ -325,15 +372,6 @@ class LossCheck:
             operands_mode.min_itemsize = min(operands_mode.min_itemsize, random_mode.min_itemsize)
 
     # ---- comparison ---------------------------------------------------------------------------------
-
-    def _compare_losses(self, full_pass: PassResult, parts_pass: PassResult, part_sizes: list[int]) -> LossComparison:
-        (full,), parts = full_pass.results, parts_pass.results
-        outputs = [
-            t for each in (full, *parts) for t in tree_leaves(each.outputs) if t.is_floating_point() and t.numel()
-        ]
-        largest = max((float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in outputs), default=0.0)
-        itemsize = min(full_pass.min_itemsize, parts_pass.min_itemsize)
-        return compare_losses(full, parts, part_sizes=part_sizes, min_itemsize=itemsize, max_output=largest)
 
     def _compare_gradients(self, full_pass: PassResult, parts_pass: PassResult) -> Problem | None:
         tolerance = GRADIENT_TOLERANCE[min(full_pass.min_itemsize, parts_pass.min_itemsize)]

@@ -23,7 +23,7 @@ from fourfold.model.fixed_random import without_randomness
 from fourfold.model.loss_sum import is_uneven, with_others
 from fourfold.model.objective import ForwardResult
 from fourfold.proof.float64_mode import Float64Mode, WidenOperandsMode
-from fourfold.proof.loss_check import LossComparison, compare_losses
+from fourfold.proof.loss_check import LossComparison, compare_losses, largest_number
 from fourfold.proof.random_weights import cast_real
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 
@@ -123,11 +123,10 @@ def _compare(compute: ComputeLoss, probe: Probe, means: Sequence[str]) -> list[L
     """The loss of a probe, compared with the losses of its parts, for each cut; none if it cannot be computed."""
     try:
         full = compute(probe.outputs, probe.targets, NUM_ROWS)
-        floats = [t.detach() for t in tree_leaves(full.outputs) if t.is_floating_point() and t.numel()]
-        largest = max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
-        itemsize = min((t.dtype.itemsize for t in (*floats, full.raw_loss)), default=8)
+        floats = [t for t in tree_leaves(full.outputs) if t.is_floating_point() and t.numel()]
+        itemsize = min(t.dtype.itemsize for t in (*floats, full.raw_loss))
+        options = {"min_itemsize": itemsize, "max_output": largest_number(floats)}
         full = full._replace(outputs=())  # they are the same in all parts
-        options = {"min_itemsize": itemsize, "max_output": largest}
     except Exception:  # of the user's loss, for values that it need not know
         return []
     found: list[LossComparison | None] = []
@@ -218,8 +217,7 @@ def _scaled(tensor: Tensor, scales: Sequence[float]) -> Tensor:
 
 def _descended(compute: ComputeLoss, outputs: Any, targets: Any) -> Any:
     """Outputs of which some have a small loss."""
-    floats = [t for tree in (outputs, targets) for t in tree_leaves(tree) if t.is_floating_point() and t.numel()]
-    size = max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
+    size = largest_number(outputs, targets)
     for step in range(NUM_DESCENTS):
         result = compute(outputs, targets, NUM_ROWS)
         leaves = [t for t in tree_leaves(result.outputs) if t.requires_grad]

@@ -102,9 +102,9 @@ def window_weight(name: str, shape: Sequence[int], dtype: torch.dtype, device: t
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
     if not shape or 0 in shape:
         return torch.ones(shape, dtype=dtype, device=device)
-    row = math.prod(shape[1:])
+    num_rows, row = shape[0], math.prod(shape[1:])
     step = 2 if len(shape) > 1 and shape[-1] == 2 else 1  # the model may take such weights as complex numbers
-    count = step * (shape[0] - 1) + row
+    count = step * (num_rows - 1) + row
     values = torch.rand(count * (1 + dtype.is_complex), generator=_generator_of(name), dtype=torch.float64)
     values = 0.75 + values / 2 if len(shape) == 1 else (values - 0.5) * math.sqrt(12 / row)
     values = torch.view_as_complex(values.view(-1, 2)) if dtype.is_complex else values

@@ -147,12 +147,6 @@ class WeightWriteTracker(TorchFunctionMode):
                     data.copy_(value)
 
 
-def fingerprint_params(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """A fingerprint of each parameter, by name."""
-    with untracked_access():
-        return dict(zip(parameters, fingerprints(list(parameters.values())), strict=True))
-
-
 def _write_targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes."""
     if kwargs.get("out") is not None:
@@ -242,7 +236,9 @@ class WeightWriteCheck:
         self._fingerprints_before = self._fingerprints()
 
     def _fingerprints(self) -> dict[str, int]:
-        return fingerprint_params(self._weights.storage.whole_params)
+        parameters = self._weights.storage.whole_params
+        with untracked_access():
+            return dict(zip(parameters, fingerprints(list(parameters.values())), strict=True))
 
     def observe(self, writes: WeightWriteTracker) -> None:
         """Record what a forward wrote, before it is undone."""

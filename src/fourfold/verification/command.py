@@ -63,8 +63,9 @@ def _compare_descent(training: Training, batches: Batches, result: VerifyResult)
     plan, training = training.plan, training.by_descent(DESCENT_RATE)
     cast = training.cast
     result.bound = _descent_bound(plan, cast)
+    uncompressed = 'codec = "none"' if plan.codec != "none" else 'reduce_dtype = "keep"'
     result.notes.append(
-        f"by plain gradient descent at rate {DESCENT_RATE:.0e}: for the optimizer, verify with {_uncompressed(plan)}"
+        f"by plain gradient descent at rate {DESCENT_RATE:.0e}: for the optimizer, verify with {uncompressed}"
     )
     comparison = Comparison(result, compute_eps=0.0 if cast is None else torch.finfo(cast).eps)
     step = training.on_mesh()
@@ -89,10 +90,6 @@ def _compare_descent(training: Training, batches: Batches, result: VerifyResult)
         before = after
     result.randomness += [] if one is None else one.randomness
     return one is not None
-
-
-def _uncompressed(plan: Plan) -> str:
-    return 'codec = "none"' if plan.codec != "none" else 'reduce_dtype = "keep"'
 
 
 def _descent_bound(plan: Plan, cast: torch.dtype | None) -> str:

@@ -401,9 +401,8 @@ class Lockstep:
         loss = run_mesh()
         state = mesh_state(self.step, self.step.state_dict())
         if self._one is not None:
-            want, *others = (
-                {**self._step_reference(each, groups, parts)} for each in (self._one, self._rounded) if each is not None
-            )
+            references = [each for each in (self._one, self._rounded) if each is not None]
+            want, *others = (self._step_reference(each, groups, parts) for each in references)
             self._comparison.add(self._num_steps, {LOSS: loss_tensor(loss), **state}, want, *others)
         return loss
 

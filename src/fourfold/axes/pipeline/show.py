@@ -1,7 +1,7 @@
 """Describe the pipeline axis: which blocks each stage has, and the timeline of its schedule.
 
 cell  the action that begins in a unit; `──` where it goes on, `·` where the index waits
-unit  the shortest block of a stage
+unit  a forward of a stage
 Law: the timeline is that of the programs that would run, with equal blocks: a backward takes as long as two forwards.
 Law: a row's cells without marks are the index's compute actions in order.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes, edge_note
 from fourfold.axes.pipeline.rules.in_flight import peak_in_flight
 from fourfold.axes.pipeline.rules.schedules import num_stashed, simulated_bubble, staleness
-from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS, BlockCosts
+from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
@@ -29,31 +29,28 @@ from fourfold.words.units import format_bytes, format_count
 GOES_ON, WAITS, MORE = "─", "·", "…"
 
 
-def timeline_text(
-    lists: Sequence[Sequence[Action]], *, costs: BlockCosts = EQUAL_COSTS, width: int | None = None
-) -> str:
+def timeline_text(lists: Sequence[Sequence[Action]], *, width: int | None = None) -> str:
     """A line per index: `0  F0 F1 ·  ·  B0 ── B1 ──`. With several stages on an index, an action names its stage:
     `F4.1` is the forward of microbatch 1 on stage 4.
 
     `lists`: with or without messages, which take no time. `width`: of a line, in characters; what is longer is cut.
     """
     program = {index: tuple(actions) for index, actions in enumerate(lists)}
-    timeline = simulate(program, lambda _, action: costs.of(action), mesh=Mesh(pp=len(lists)))
-    unit = min((cost for cost in costs if cost), default=1.0)
+    timeline = simulate(program, lambda _, action: EQUAL_COSTS.of(action), mesh=Mesh(pp=len(lists)))
     has_stages = any(action.stage >= len(lists) for actions in lists for action in actions)
     rows = [
-        _cells([timed for timed in times if costs.of(timed.action)], unit, has_stages) for times in timeline.values()
+        _cells([timed for timed in times if EQUAL_COSTS.of(timed.action)], has_stages) for times in timeline.values()
     ]
     cell_width = max((len(cell) for row in rows for cell in row), default=1)
     head_width = len(str(len(rows) - 1))
     return "\n".join(_line(f"{index:>{head_width}}", row, cell_width, width) for index, row in enumerate(rows))
 
 
-def _cells(times: Sequence[TimedAction], unit: float, has_stages: bool) -> list[str]:
+def _cells(times: Sequence[TimedAction], has_stages: bool) -> list[str]:
     """What an index does in each unit, up to the end of its last action."""
     row: list[str] = []
     for action, start, end in times:
-        first, stop = int(start / unit + 0.5), int(end / unit + 0.5)  # not round(): 1.5 and 2.5 would meet at 2
+        first, stop = round(start), round(end)
         row += [WAITS] * (first - len(row))
         name = str(action) if has_stages else f"{action.verb.value}{action.index}"
         row += [name, *[GOES_ON] * (stop - first - 1)]
@@ -78,7 +75,8 @@ CONV1D = "Conv1D"  # of transformers, a linear layer whose weight is [in, out]
 
 def _deferred_notes(model: nn.Module, num_deferred: int) -> list[str]:
     """Which part of the weights' gradients W makes, and what it costs."""
-    weights = {id(m.weight) for m in model.modules() if hasattr(m, "weight") and _has_product(m)}
+    products = (m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == CONV1D)
+    weights = {id(m.weight) for m in products if hasattr(m, "weight")}
     trained = [p for p in model.parameters() if p.requires_grad]
     share = sum(p.numel() for p in trained if id(p) in weights) / max(1, sum(p.numel() for p in trained))
     return [
@@ -113,10 +111,6 @@ def _stale_notes(blueprint: Blueprint) -> list[str]:
         f"staleness: a batch uses weights that miss {missed} updates, by stage; training differs from 1f1b",
         f"stashed: {versions} versions of the weights, by stage",
     ]
-
-
-def _has_product(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == CONV1D
 
 
 def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:

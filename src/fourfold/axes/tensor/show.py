@@ -88,9 +88,11 @@ def _sent(style: Style, module: nn.Module, *, in_block: bool, splits_tokens: boo
 def _format_sequence_parallel(model: nn.Module, layout: TensorLayout, split: SequenceParallelLayout, plan: Plan) -> str:
     """What a rank sends for the blocks whose hidden tensors are split."""
     modules, rows = module_specs(model), dict[tuple[str, ...], int]()
+    compute = COMPUTE_FORMATS.get(plan.precision)
     for block in split.blocks:
         found = block_traffic(block, modules, layout.styles, split, plan.tp)
-        element_bytes = _element_bytes(model.get_submodule(block), plan)
+        # Of activations, which have the dtype of the weights.
+        element_bytes = compute.num_bytes if compute else next(model.get_submodule(block).parameters()).element_size()
         row = (_numberless(block), *(format_bytes(element_bytes * elements) for elements in found))
         rows[row] = rows.get(row, 0) + 1
     table = [("blocks", "", "per token", "without it", "of weights, per backward")]
@@ -102,9 +104,3 @@ def _format_sequence_parallel(model: nn.Module, layout: TensorLayout, split: Seq
     where = f"tokens are split from the entry of {entries} to the end of {ends}; there they are gathered"
     lines = [where, *table_lines(table, "<<>>>")]
     return "sequence parallelism   what a rank sends for a block, in forward and backward\n" + indent(lines)
-
-
-def _element_bytes(block: nn.Module, plan: Plan) -> int:
-    """Bytes of an element of the activations: they have the dtype of the weights."""
-    compute = COMPUTE_FORMATS.get(plan.precision)
-    return next(block.parameters()).element_size() if compute is None else compute.num_bytes

@@ -111,11 +111,10 @@ def _differences(by_rank: Mapping[int, Sequence[Sequence[str]]]) -> list[str]:
     differing = [dict(zip(by_rank, place, strict=True)) for place in places if len(set(map(tuple, place))) > 1]
     has_same_names = all(len({name for name, _ in place.values()}) == 1 for place in differing)
     shown = differing[: MAX_SHOWN if has_same_names else 1]
-    texts = [format_groups({rank: _item_text(*item) for rank, item in place.items()}) for place in shown]
+    texts = [
+        format_groups({rank: f"{name} = {value}" if name else value for rank, (name, value) in place.items()})
+        for place in shown
+    ]
     if has_same_names and len(differing) > len(shown):
         texts[-1] += f"; and {len(differing) - len(shown)} more differ"
     return texts
-
-
-def _item_text(name: str, value: str) -> str:
-    return f"{name} = {value}" if name else value

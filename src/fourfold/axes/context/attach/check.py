@@ -55,6 +55,7 @@ from fourfold.proof.checks import (
     MemoryFit,
     Report,
     find_memory_fit,
+    first_line,
     preserve_module,
     raise_problems,
 )
@@ -388,7 +389,7 @@ class ContextCheck:
         try:
             result = ContextDryRun(self._model, inputs, shard, ulysses=self._spec.ulysses, memory_fit=memory_fit).run()
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = first_line(error)
             if num_tokens == length:
                 problem = Problem(f"a model that fails on a sample of {length} tokens: {text}", "a model that runs")
                 return DryRunResult([problem]), [], None

@@ -1,18 +1,21 @@
 """Shard comparison: a model's forward and backward on full sequences and on one shard of the tokens, call by call.
 
-full    the model on all tokens; each attention call is recorded, with its gradients
-replay  the model on this rank's tokens alone; each attention call returns its rows of the recorded output
+full    the model on all tokens; each attention call is recorded: in backward, the gradients of its inputs and output
+replay  the model on this rank's tokens alone; each attention call returns its rows of the recorded output, and in
+        backward those of the recorded gradients of q, k and v; its own inputs are compared with the recorded ones
 tap     an embedding's output, or an input of features: its gradient is compared as well
 Both backwards start from the same random upstream gradients: drawn for the full outputs, of which the replay gets the
 rows of its own tokens.
 
 B samples · L length · l = L / cp
-Law: a tap changes no number and no gradient.
+Law: a tap changes no number and no gradient. In a replay no token interacts with others: if nothing differs, each
+computes what it does in a full sequence.
 Law: queries, keys, values, mask and options are the same, or the difference is raised with the name of the call.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,15 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.axes.context.attach.attention_replay import (
-    OUTPUT,
-    QKV,
-    Playback,
-    RecordedCall,
-    recompute_call,
-    record_call,
-    tap_output,
-)
 from fourfold.axes.context.attach.losses import GradProjections, project_grouped_gradients
 from fourfold.axes.context.attach.token_shards import TokenShard, shard_tokens
 from fourfold.axes.context.rules.layout import DP_INSTEAD, heads_problem
@@ -37,7 +31,7 @@ from fourfold.model.batch import has_token_dim
 from fourfold.model.sdpa_interception import AttentionCall, AttentionHandler, intercept_attention
 from fourfold.model.transformers_attention import has_transformers_model, install_attention
 from fourfold.proof import random_weights
-from fourfold.proof.checks import CheckConfig, CheckUnavailable, preserve_module
+from fourfold.proof.checks import CheckConfig, CheckUnavailable, first_line, preserve_module
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import (
     NOISE_FLOOR,
@@ -47,8 +41,7 @@ from fourfold.proof.grad_projections import (
     is_close,
     run_backward,
 )
-from fourfold.proof.module_trace import OUTPUT as MODULE_OUTPUT
-from fourfold.proof.module_trace import ModuleTrace
+from fourfold.proof.module_trace import OUTPUT, ModuleTrace
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.grad_hooks import second_grad_problem
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
@@ -106,6 +99,69 @@ def check_shard_rows(full: Tensor, local: Tensor, shard: TokenShard, dim: int, w
     rows = shard_rows(full, shard, dim)
     if rows.shape != local.shape or not is_close(rows, local):
         raise ShardMismatch(what)
+
+
+# ---- attention replay ----------------------------------------------------------------------------------------------
+
+
+QKV = ("q", "k", "v")
+PlayBackward = Callable[[Tensor], tuple[Tensor | None, ...]]
+
+
+class RecordedCall(NamedTuple):
+    """One call for full sequences, the module that made it, and the gradients that backward has recorded, by name."""
+
+    call: AttentionCall
+    module_name: str
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+def tap_input(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
+    """A copy of an operation's input; backward stores in `gradients` the gradient that the operation gives it."""
+    copy = tensor.clone()
+    if copy.requires_grad:
+        copy.register_hook(lambda gradient: gradients.__setitem__(name, gradient.detach()))
+    return copy
+
+
+def tap_output(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
+    """A copy of an operation's output; backward stores its gradient, after hooks on the copy, in `gradients`."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradients.__setitem__(name, gradient.detach()))
+    return tensor.clone()
+
+
+def record_call(call: AttentionCall, module_name: str) -> tuple[RecordedCall, Tensor]:
+    """Make a call for full sequences. Returns its record and its output."""
+    gradients: dict[str, Tensor] = {}
+    raw, output = _compute_tapped(call, gradients)
+    detached = call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+    return RecordedCall(detached, module_name, raw.detach(), gradients), output
+
+
+def recompute_call(call: AttentionCall, recorded: RecordedCall | None) -> Tensor:
+    """Repeat a call for a checkpoint, with the same nodes for autograd. A reentrant one records gradients only now."""
+    return _compute_tapped(call, {} if recorded is None else recorded.gradients)[1]
+
+
+def _compute_tapped(call: AttentionCall, gradients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    q, k, v = (tap_input(tensor, gradients, name) for tensor, name in zip((call.q, call.k, call.v), QKV, strict=True))
+    raw = call._replace(q=q, k=k, v=v).run_sdpa()
+    return raw, tap_output(raw, gradients, OUTPUT)
+
+
+class Playback(torch.autograd.Function):
+    """One call of a replay: it returns these rows, whose gradient `play_backward` maps to those of q, k, v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, play_backward: PlayBackward) -> Tensor:
+        ctx.play_backward = play_backward
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.play_backward(gradients[0]), None, None)
 
 
 # ---- attention that is matched -------------------------------------------------------------------------------------
@@ -280,7 +336,8 @@ class ShardComparison:
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise TaskError(second_grad_problem(twice))
         projections = project_grouped_gradients(self._parameters)
-        self._check_finite(projections)
+        if not all(math.isfinite(each.norm) for each in projections):
+            raise CheckUnavailable("gradients that are not finite")
         return projections
 
     def _find_scale_dependence(self, projections: list[Projection], grad_tensors: list[Tensor | None]) -> bool:
@@ -303,10 +360,6 @@ class ShardComparison:
     @property
     def _parameters(self) -> dict[str, Tensor]:
         return {name: self._state[name] for name, p in self._model.named_parameters() if p.requires_grad}
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._recorded_calls)
 
     @contextlib.contextmanager
     def _patched_model(self, handler: AttentionHandler, taps: GradTaps | None = None) -> Iterator[None]:
@@ -364,7 +417,7 @@ class ShardComparison:
                 inputs = shard_tokens(dict(self._inputs), shard)
                 outputs = self._call_model(inputs if taps is None else taps.tap_inputs(inputs))
             except _SIZE_ERRORS as error:
-                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                got = f"a model that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False) from error
         if number < len(self._recorded_calls):
             raise _num_calls_mismatch(number, len(self._recorded_calls))
@@ -393,7 +446,7 @@ class ShardComparison:
             try:
                 run_backward(local, local_grads)
             except _SIZE_ERRORS as error:
-                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {_first_line(error)}"
+                got = f"a backward that fails on a shard of {shard.size} of {shard.length} tokens: {first_line(error)}"
                 raise ShardMismatch(got, depends_on_others=False, is_in_backward=True) from error
         if self._mismatches:
             raise ShardMismatch(self._mismatches[0], is_in_backward=True)
@@ -425,8 +478,8 @@ class ShardComparison:
         return None
 
     def _play_back(self, number: int, call: AttentionCall) -> Tensor:
-        output = shard_rows(self._recorded_calls[number - 1].output, self._shard, 2)
-        return Playback(output, lambda gradient: self._play_back_gradients(number, gradient))(call)
+        rows, play = shard_rows(self._recorded_calls[number - 1].output, self._shard, 2), self._play_back_gradients
+        return Playback.apply(call.q, call.k, call.v, rows, functools.partial(play, number))  # pyright: ignore[reportReturnType]
 
     def _play_back_gradients(self, number: int, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = self._recorded_calls[number - 1].gradients
@@ -491,10 +544,6 @@ class ShardComparison:
         dtypes = {tensor.dtype for tensor in self._state.values() if tensor.requires_grad}
         return max(map(gradient_tolerance_of, dtypes), default=0.0)
 
-    def _check_finite(self, projections: list[Projection]) -> None:
-        if not all(torch.isfinite(torch.tensor([each.norm for each in projections], dtype=torch.float64))):
-            raise CheckUnavailable("gradients that are not finite")
-
     # ---- explaining a mismatch ----------------------------------------------------------------------
 
     def full_outputs(self, **changed_inputs: Tensor) -> list[Tensor]:
@@ -511,8 +560,7 @@ class ShardComparison:
             self._replay_forward(None)
         inner = {name for name, module in self._model.named_modules() if not any(True for _ in module.children())}
         outputs = (
-            [each for each in trace.events if each.kind == MODULE_OUTPUT and each.name in inner]
-            for trace in (full, local)
+            [each for each in trace.events if each.kind == OUTPUT and each.name in inner] for trace in (full, local)
         )
         for (name, _, _, tensor), (_, _, _, part) in zip(*outputs, strict=False):
             if not is_shard_of(tensor, part, self._shard):
@@ -540,8 +588,4 @@ def _raise_unavailable() -> Iterator[None]:
     except (FourfoldError, ShardMismatch, CheckUnavailable):
         raise
     except Exception as error:
-        raise CheckUnavailable(_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckUnavailable(first_line(error)) from error

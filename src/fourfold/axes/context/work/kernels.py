@@ -86,7 +86,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def forward(block: AttentionBlock) -> BlockOutput:
     """Attention to this block's keys alone."""
     if block.k.shape[-2] == 0:
-        return _empty_output(block)
+        lse = block.q.new_full(block.q.shape[:-1], -inf, dtype=accumulation_dtype(block.q.dtype))
+        return BlockOutput(block.q.new_zeros((*block.q.shape[:-1], block.v.shape[-1])), lse)
     if _flash_on_cpu(block):
         out, lse = cpu_flash_attention(
             block.q, block.k, block.v, is_causal=block.is_causal, mask=block.mask, scale=block.scale
@@ -159,14 +160,6 @@ def _cuda_backward(block: AttentionBlock, totals: SoftmaxTotals) -> BlockGrads:
 
 
 # ---- plain -----------------------------------------------------------------------------------------
-
-
-def _empty_output(block: AttentionBlock) -> BlockOutput:
-    """The output of queries that attend to no key."""
-    shape = (*block.q.shape[:-1], block.v.shape[-1])
-    return BlockOutput(
-        block.q.new_zeros(shape), block.q.new_full(shape[:-1], -inf, dtype=accumulation_dtype(block.q.dtype))
-    )
 
 
 def _row_ranges(block: AttentionBlock) -> list[tuple[int, int]]:

@@ -29,8 +29,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Ring
     """q [B, H, l, K], k [B, G, l, K], v [B, G, l, V] -> [B, H, l, V]; each ring index keeps one token range."""
     dtype, groups = accumulation_dtype(q.dtype), k.shape[1]
     folded = (q * call.scale).to(dtype).reshape(q.shape[0], groups, -1, q.shape[-1])
-    scores = _scores(folded, k.to(dtype), call.group).view(*q.shape[:3], -1)
-    scores = _apply_mask(scores, mask, call)
+    scores: Tensor = _Scores.apply(folded, k.to(dtype), call.group)  # pyright: ignore[reportAssignmentType]
+    scores = _apply_mask(scores.view(*q.shape[:3], -1), mask, call)
     # A query that attends to nothing gives 0, as in torch, and a gradient of 0.
     is_masked = (scores == -inf).all(-1, keepdim=True)
     weights = scores.masked_fill(is_masked, 0.0).softmax(-1).masked_fill(is_masked, 0.0)
@@ -40,7 +40,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, call: Ring
         keep = dataclasses.replace(dropout_mask, keys=keys).keep_mask(slice(None), slice(None))
         weights = weights * keep * dropout_mask.keep_scale
     folded = weights.view(q.shape[0], groups, -1, weights.shape[-1])
-    return _weighted_values(folded, v.to(dtype), call.group).view(*q.shape[:3], -1).to(q.dtype)
+    out: Tensor = _WeightedValues.apply(folded, v.to(dtype), call.group)  # pyright: ignore[reportAssignmentType]
+    return out.view(*q.shape[:3], -1).to(q.dtype)
 
 
 def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
@@ -58,17 +59,9 @@ def _apply_mask(scores: Tensor, mask: masks.Mask, call: RingCall) -> Tensor:
     return scores
 
 
-def _scores(q: Tensor, k: Tensor, group: Channel) -> Tensor:
-    """[B, G, r, K], [B, G, l, K] -> [B, G, r, L]"""
-    return _Scores.apply(q, k, group)  # pyright: ignore[reportReturnType]
-
-
-def _weighted_values(weights: Tensor, v: Tensor, group: Channel) -> Tensor:
-    """[B, G, r, L], [B, G, l, V] -> [B, G, r, V]"""
-    return _WeightedValues.apply(weights, v, group)  # pyright: ignore[reportReturnType]
-
-
 class _Scores(torch.autograd.Function):
+    """[B, G, r, K], [B, G, l, K] -> [B, G, r, L]"""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, group: Channel) -> Tensor:
         ctx.save_for_backward(q, k)
@@ -92,6 +85,8 @@ class _Scores(torch.autograd.Function):
 
 
 class _WeightedValues(torch.autograd.Function):
+    """[B, G, r, L], [B, G, l, V] -> [B, G, r, V]"""
+
     @staticmethod
     def forward(ctx: Any, weights: Tensor, v: Tensor, group: Channel) -> Tensor:
         ctx.save_for_backward(weights, v)

@@ -28,8 +28,9 @@ from fourfold.proof.checks import (
 from fourfold.proof.forward_comparison import (
     ForwardComparison,
     compiled_problem,
-    differing_across_ranks,
+    differing,
     first_sample,
+    is_close_summary,
     sample_dependence_problems,
 )
 from fourfold.proof.grad_hook_check import hook_problems
@@ -130,7 +131,7 @@ class ForwardCheck:
         split = self._split
         raise_problems(reports, "the model")
         changes = [report["state_changes"] for report in reports if not report["is_empty"]]
-        if names := differing_across_ranks(changes):
+        if names := differing(changes, is_close_summary):
             problems = sample_dependence_problems(names, split.num_parts, self._weight_check.trained_names)
             raise TaskError(problems, where="the model")
         losses = [LossComparison(*report["loss"]) for report in reports if report["loss"] is not None]

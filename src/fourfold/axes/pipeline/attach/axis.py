@@ -16,7 +16,7 @@ from fourfold.axes.pipeline.work.chain import StageMap
 from fourfold.axes.pipeline.work.knowledge import Knowledge
 from fourfold.axes.pipeline.work.stand_in import StandIn
 from fourfold.axes.pipeline.work.tied import CopiedWeights, OwnedWeights, TiedWeights, aliases_of, replace_by_copy
-from fourfold.axes.pipeline.work.values import OBJECT, TENSOR, describe, take_apart, without_caches
+from fourfold.axes.pipeline.work.values import OBJECT, TENSOR, describe, take_apart, tensors_among, without_caches
 from fourfold.comm.broadcast_tree import broadcast_tree
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.edges import StageEdges, connect_pair, make_edges
@@ -138,15 +138,13 @@ class PipelineAxis(NamedTuple):
         if objects := [name for kind, name, *_ in described if kind == OBJECT]:
             need = "tensors, numbers and texts, which can be sent to the ranks of other stages"
             raise TaskError(Problem(f"a call of the model that returns a {objects[0]}", need), where="the pipeline")
-        filled = []
-        for index, (kind, *value) in enumerate(described):
-            is_tensor = kind == TENSOR
-            filled.append(self.from_place(last, leaves[index] if leaves else None) if is_tensor else value[0])
-        return self.known.outputs[text].build(iter(filled))
+        tensors = iter(broadcast_tree(self.ranks, tensors_among(leaves), src=last))
+        filled = (self._own_copy(next(tensors)) if kind == TENSOR else value[0] for kind, *value in described)
+        return self.known.outputs[text].build(filled)
 
-    def from_place(self, place: int, tensor: Tensor | None) -> Tensor:
-        """A tensor of one place, on the ranks of all; that rank gives it. Collective."""
-        return broadcast_tree(self.ranks, tensor, src=place).detach().to(self.ranks.device)
+    def _own_copy(self, tensor: Tensor) -> Tensor:
+        """A tensor that one place has sent, on this rank's device."""
+        return tensor.detach().to(self.ranks.device)
 
     def all_named(self, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of all stages, by name, one at a time. Collective: all ranks iterate to the end."""
@@ -154,12 +152,12 @@ class PipelineAxis(NamedTuple):
             yield from own
             return
         for place in range(self.num_places):
-            while True:
-                name, tensor = next(own, (None, None)) if place == self.place else (None, None)
-                name = self.ranks.all_gather_json(name)[place]
-                if name is None:
-                    break
-                yield name, self.from_place(place, tensor)
+
+            def next_of_place(place: int = place) -> Any:
+                return broadcast_tree(self.ranks, next(own, None) if place == self.place else None, src=place)
+
+            for name, tensor in iter(next_of_place, None):
+                yield name, self._own_copy(tensor)
 
     def all_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Nested dicts of all stages as one: of tensors and JSON values, by name. Collective."""

@@ -31,7 +31,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fourfold.axes.pipeline.rules.checker import read_written
 from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS, BlockCosts, ComputeLists, PipelineSpec
@@ -324,40 +324,21 @@ class Schedule(NamedTuple):
     divides_backward: bool | None = False
 
 
-def compute_actions(
-    schedule: str,
-    *,
-    pp: int,
-    microbatches: int,
-    interleave: int = 1,
-    num_batches: int = 1,
-    max_in_flight: int | None = None,
-    costs: BlockCosts = EQUAL_COSTS,
-    program: str = "",
-) -> ComputeLists:
+def compute_actions(schedule: str, **sizes: Any) -> ComputeLists:
     """By pipeline index, the compute actions of one step, or of several batches of an asynchronous schedule, which
     `batch_actions` divides into steps. The index of an action is its microbatch, counted over all batches.
 
-    The arguments are those of which `schedule_problems` finds none; `PipelineSpec` says what they mean.
+    sizes  those of `PipelineSpec`, of which `schedule_problems` finds none
     """
-    spec = PipelineSpec(pp, microbatches, interleave, num_batches, max_in_flight, costs, program)
-    return SCHEDULES[schedule].make(spec)
+    return SCHEDULES[schedule].make(PipelineSpec(**sizes))
 
 
-def schedule_problems(
-    schedule: str,
-    *,
-    pp: int,
-    microbatches: int,
-    interleave: int = 1,
-    max_in_flight: int | None = None,
-    program: str = "",
-) -> list[Problem]:
-    """Why a schedule cannot be made for these sizes, and what would work."""
+def schedule_problems(schedule: str, **sizes: Any) -> list[Problem]:
+    """Why a schedule cannot be made for these sizes, those of `PipelineSpec`, and what would work."""
     if schedule not in SCHEDULES:
         names = ", ".join(SCHEDULES)
         return [Problem(f"schedule = {schedule!r}", f"one of {names}", closest_match(schedule, SCHEDULES) or "")]
-    spec = PipelineSpec(pp, microbatches, interleave, max_in_flight=max_in_flight, program=program)
+    spec = PipelineSpec(**sizes)
     return _limit_problems(schedule, spec) + SCHEDULES[schedule].problems(spec)
 
 

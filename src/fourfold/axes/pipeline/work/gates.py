@@ -14,7 +14,7 @@ The forward runs as the user wrote it. After its last block a stage leaves it.
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,6 @@ from fourfold.axes.pipeline.work.values import (
     writable,
     written_attributes,
 )
-from fourfold.comm.tensor_group import TensorGroup
 from fourfold.torch_kit.recompute import current_checkpoint
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import own_buffers, own_parameters
@@ -81,30 +80,16 @@ NOTHING_CARRIED = Carried()
 WEIGHT_FORM = Form("*", next)
 
 
-class TokenRegion(Protocol):
-    """The tensor ranks' region of which a rank holds some tokens."""
-
-    group: TensorGroup
-
-    def with_group(self, group: TensorGroup) -> contextlib.AbstractContextManager[None]:
-        """Within, another group of the same ranks does the sums."""
-        ...
-
-    def begin_tokens(self, hidden: Tensor) -> None:
-        """Begin a pass with rows that another stage has made, of as many tokens as this tensor has."""
-
-    def end_tokens(self) -> None:
-        """End a pass through the blocks of this stage."""
-
-
 class SplitTokens(NamedTuple):
     """Where tensor ranks begin to hold some tokens of hidden tensors: the modules at whose entry; empty: nowhere.
 
     Stages send each other these tokens only. How many there are altogether, a stage sees of the stand-ins.
+
+    region  of the tensor axis: a pass of this stage begins and ends there
     """
 
     entries: frozenset[str]
-    region: TokenRegion
+    region: Any
 
 
 class Gates:
@@ -175,7 +160,9 @@ class Gates:
             if any(self.travels(source, self._known[source], carried.sent))
         }
         if not self.stage:
-            weights = self._own_weights(carried.sent)
+            # Copies, made in forward: between forwards a parameter may be a placeholder.
+            named = dict(self._model.named_parameters())
+            weights = {each: [named[each.name].clone()] for each in carried.sent if each.kind == WEIGHT}
             sent |= weights
             described |= {each: (describe(weight),) for each, (weight,) in weights.items()}
 
@@ -361,11 +348,6 @@ class Gates:
         """Those that a module, or one inside it, has."""
         of_module = [source for source in (*self._learned.attributes, *self._later) if is_of(source, name)]
         return [each for each in of_module if each.key in vars(self._model.get_submodule(each.module))]
-
-    def _own_weights(self, carried: Collection[Source]) -> dict[Source, list[Tensor]]:
-        """Copies, made in forward: between forwards a parameter may be a placeholder."""
-        named = dict(self._model.named_parameters())
-        return {each: [named[each.name].clone()] for each in carried if each.kind == WEIGHT}
 
     def _has_known_form(self, source: Source, form: Form, carried: Collection[Source]) -> bool:
         """Whether a value has the form that later stages know. Raises TaskError if it has not, and one needs it."""

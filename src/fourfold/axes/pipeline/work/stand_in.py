@@ -159,9 +159,7 @@ def _key_of(func: Any, leaves: Iterable[Any], spec: Any) -> Any:
     return found
 
 
-@functools.cache
-def _written_places(func: Any) -> list[tuple[int, str]]:
-    return written_arguments(func)
+_written_places = functools.cache(written_arguments)
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

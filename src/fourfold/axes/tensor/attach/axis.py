@@ -8,11 +8,11 @@ Law: the axis is decided here, once. Where it has one place, nothing differs fro
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
+import torch
 from torch import nn
 
 from fourfold.axes.tensor.attach.module_specs import module_specs, tied_names
 from fourfold.axes.tensor.attach.transformers_rules import rules_of_transformers
-from fourfold.axes.tensor.attach.whole_weights import copy_structure
 from fourfold.axes.tensor.rules.dims import TensorSpec, dims_on_axis
 from fourfold.axes.tensor.rules.layout import TensorLayout, tensor_layout
 from fourfold.axes.tensor.rules.sequence_parallel import SequenceParallelLayout, sequence_parallel_layout
@@ -25,6 +25,7 @@ from fourfold.comm.meter import CommMeter
 from fourfold.comm.tensor_group import MessageTensorGroup, TensorGroup, make_tensor_group
 from fourfold.plan.param_spec import TensorShard
 from fourfold.proof.attachment import Rank
+from fourfold.torch_kit.model_copy import deep_copy
 
 
 class TensorAxis(NamedTuple):
@@ -110,6 +111,14 @@ def check_rules(model: nn.Module, rules: Mapping[str, str], spec: TensorSpec) ->
     """Raise PlanError if a model cannot be split as the plan says."""
     if place_shards(model, rules, spec):
         model_sequence_parallel(model, model_layout(model, rules, spec), spec.sequence_parallel)
+
+
+def copy_structure(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have no memory. It shares the buffers. Raises TaskError if it has no copy."""
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    return deep_copy(model, model, "with tp > 1, a dry run compares it with the model that is cut", memo)
 
 
 def cut(rank: Rank) -> TensorAxis:

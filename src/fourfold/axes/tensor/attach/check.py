@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -88,15 +88,6 @@ class TensorCheck:
         held = find_memory_fit(self._axis.structure, self._world.device, **options)
         return [*held, *fit_of_bytes(*num_bytes_without_held(self._axis), self._world.device, **options)]
 
-    @contextlib.contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Within, models of transformers attend as they do in a step: with cp > 1, through Fourfold's own interface."""
-        if self._world.along("cp").size == 1:
-            yield
-            return
-        with install_attention(self._model), install_attention(self._axis.structure):
-            yield
-
     def inspect(self, batch: Any, fits: Sequence[bool], *, training: bool) -> Report:
         """Compare the model that is cut with the whole one on a few samples. Collective on the tensor ranks."""
         # These have the same samples, or all of them none.
@@ -105,10 +96,11 @@ class TensorCheck:
             parts = _first_samples(unpack_batch(batch))
             samples = [tree_map(each, lambda t: t.to(self._world.device)) for each in parts]
             dry_run = TensorDryRun(self._model, self._axis, self._world.device, self._loss)
-            with self._attention():
+            with contextlib.ExitStack() as stack:
+                # Models of transformers attend as they do in a step: with cp > 1, through Fourfold's own interface.
+                for each in (self._model, self._axis.structure) if self._world.along("cp").size > 1 else ():
+                    stack.enter_context(install_attention(each))
                 findings = dry_run.run(samples, ways(fits))
-        if findings.error is not None:
-            raise findings.error
         if self._trained.training and not findings.problems:
             findings = findings._replace(problems=self._hook_problems())
         ranks = list(self._axis.ranks.ranks)

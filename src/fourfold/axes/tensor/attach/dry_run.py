@@ -1,10 +1,12 @@
 """Dry run of the tensor axis, on one rank: the whole model and the model that is cut run on a few samples.
 
-whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients. Where whole
-          weights do not fit into memory, they are of a kind that takes nearly none (`whole_weights.py`)
+whole     the modules from before the cut, with random weights, on this rank alone: outputs and gradients
+held      all elements of the whole weights are in memory; else they take nearly none, and no forward may write them
 way       the dtype (None: the model's), and whether whole weights are held
 cut       the model with this rank's parts of the same weights, with the other tensor ranks
 findings  what differs, for the ranks to judge together
+Law: all ranks make the same whole weights, each from a seed of its own name, and a rank's shards are parts of them. Of
+the gradient of a weight this rank's part is kept: one whole gradient is in memory at a time.
 Law: the whole run sends nothing. In the cut run a rank that fails tells the others at their next collective, so none
 waits for it.
 """
@@ -21,17 +23,18 @@ from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.rule_problems import GradMismatch, RuleProblems, split_dims
 from fourfold.axes.tensor.attach.split_randomness import Draw, DrawRecorder, find_draws
 from fourfold.axes.tensor.attach.tensor_parts import OutsideUses, TensorPlace, first_difference
-from fourfold.axes.tensor.attach.whole_weights import make_whole_weights
+from fourfold.axes.tensor.work.layers import local_part
 from fourfold.comm.tensor_group import CallMismatch, CheckedTensorGroup
 from fourfold.model.batch_statistics import frozen_statistics
 from fourfold.model.fixed_random import without_randomness
 from fourfold.model.model_call import call_model
 from fourfold.model.rank_dropout import FoundDraw
-from fourfold.proof.checks import CheckUnavailable, preserve_module, summarize_error
+from fourfold.plan.param_spec import TensorShard
+from fourfold.proof.checks import CheckUnavailable, first_line, preserve_module, summarize_error
 from fourfold.proof.float64_mode import Float64Mode
 from fourfold.proof.grad_projections import NOISE_FLOOR, gradient_tolerance_of, is_close, run_backward
 from fourfold.proof.module_trace import ModuleTrace
-from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled
+from fourfold.proof.random_weights import cast_real, copy_buffers, copy_tensor_attributes, random_tiled, window_weight
 from fourfold.proof.weight_write_check import WeightWriteTracker
 from fourfold.torch_kit.tensor_tree import tree_leaves, tree_map
 from fourfold.torch_kit.torch_private import swapped_state
@@ -63,7 +66,6 @@ def ways(fits: Sequence[bool]) -> list[Way]:
 class Findings(NamedTuple):
     """What a rank has found.
 
-    error        the model's own, where it fails before anything is compared
     out_of_step  another rank was in another collective, or has failed: this one has stopped
     draws        for which part of its tensor each dropout of the forward draws
     unavailable  why nothing was compared; empty: it was
@@ -74,13 +76,65 @@ class Findings(NamedTuple):
 
     problems: Sequence[Problem] = ()
     gradients: Sequence[GradMismatch] = ()
-    error: Exception | None = None
     out_of_step: bool = False
     draws: Sequence[FoundDraw] = ()
     unavailable: str = ""
     is_finite: bool = True
     fallback: str = ""
     loss_error: str = ""
+
+
+# ---- whole weights -------------------------------------------------------------------------------------------------
+
+
+class WholeWeights(NamedTuple):
+    """By name: random whole parameters, this rank's parts of them, and its parts of the gradients that these get."""
+
+    parameters: Mapping[str, nn.Parameter]
+    local: Mapping[str, nn.Parameter]
+    gradients: Mapping[str, Tensor]
+
+
+def make_whole_weights(
+    model: nn.Module,
+    shards: Mapping[str, TensorShard],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    is_held: bool,
+) -> WholeWeights:
+    """Whole parameters of a model that has been cut, drawn by name; integers are the model's own.
+
+    dtype  of what is drawn; None: of the parameter
+    Raises CheckUnavailable for integers that are split.
+    """
+    parameters, local, gradients = dict[str, nn.Parameter](), dict[str, nn.Parameter](), dict[str, Tensor]()
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            to = p.dtype if dtype is None else cast_real(p.new_empty(0), dtype).dtype
+            whole = window_weight(name, shards[name].shape, to, device)
+            whole = whole.contiguous() if is_held else whole
+        elif shards[name].is_whole:
+            whole = p.detach().clone()
+        else:
+            raise CheckUnavailable(f"{name} is split, and {str(p.dtype).removeprefix('torch.')}")
+        local[name] = nn.Parameter(local_part(whole, shards[name]), p.requires_grad)
+        parameters[name] = nn.Parameter(whole, p.requires_grad)
+        if p.requires_grad:
+            parameters[name].register_post_accumulate_grad_hook(_take_part(name, shards[name], gradients))
+    return WholeWeights(parameters, local, gradients)
+
+
+def _take_part(name: str, shard: TensorShard, gradients: dict[str, Tensor]) -> Callable[[Tensor], None]:
+    def take(whole: Tensor) -> None:
+        assert whole.grad is not None
+        part, whole.grad = local_part(whole.grad, shard), None
+        gradients[name] = gradients[name] + part if name in gradients else part
+
+    return take
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -131,7 +185,7 @@ class TensorDryRun:
         """Compare the models on the first of these batches that the whole model takes, in the first of these ways that
         is possible. Collective on the tensor ranks.
 
-        Raises PeerError only.
+        Raises PeerError, and what the model raises before anything is compared, when all ranks know of it.
         """
         group = CheckedTensorGroup(self._axis.group, self._device)
         try:
@@ -140,10 +194,10 @@ class TensorDryRun:
             return Findings(out_of_step=True)
         except PeerError:
             raise
-        except Exception as error:  # raised when all ranks know of it
+        except Exception:
             with contextlib.suppress(CallMismatch):
                 group.finish(has_failed=True)
-            return Findings(error=error)
+            raise
 
     def _run_checked(self, samples: Sequence[Any], possible: Sequence[Way], group: CheckedTensorGroup) -> Findings:
         has_float64 = any(dtype is not None for dtype, _ in possible)
@@ -159,7 +213,7 @@ class TensorDryRun:
                 continue
             except Exception as caught:  # float64 may be what the model fails in
                 error = caught
-                reasons.append(str(caught).splitlines()[0] if str(caught) else type(caught).__name__)
+                reasons.append(first_line(caught))
                 continue
             group.agree(f"attempt {number}")
             findings = self._compare(whole, batch, dtype, group)

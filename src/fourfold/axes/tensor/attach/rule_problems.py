@@ -13,9 +13,10 @@ from fourfold.axes.tensor.attach.axis import TensorAxis
 from fourfold.axes.tensor.attach.split_randomness import Draw
 from fourfold.axes.tensor.rules.layers import generalized
 from fourfold.axes.tensor.rules.styles import Style
-from fourfold.axes.tensor.work.layers import CHANNEL_CLASSES, CONV1D_CLASSES, SPLIT_CLASSES, Replicated, SplitLayer
+from fourfold.axes.tensor.work.layers import SplitLayer
 from fourfold.model.batch_statistics import uses_batch_stats
 from fourfold.plan.param_spec import TensorShard
+from fourfold.proof.checks import first_line
 from fourfold.proof.module_trace import INPUT, OUTPUT, Event, ModuleTrace
 from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
@@ -39,23 +40,13 @@ class GradMismatch(NamedTuple):
     ratio: float
 
 
-def style_of(module: nn.Module) -> Style | None:
-    """The style by which a module has been split; None: it has no rule."""
-    if isinstance(module, Replicated):
-        return Style.REPLICATED
-    classes = [(style, layer) for (style, _), layer in SPLIT_CLASSES.items()]
-    classes += [*CONV1D_CLASSES.items(), *CHANNEL_CLASSES.items()]
-    return next((style for style, layer in classes if isinstance(module, layer)), None)
-
-
 def split_dims(model: nn.Module) -> dict[tuple[str, str], TensorShard]:
     """By module and kind of event: the shard of the weight which splits the last dim of what is got or returned."""
     kinds = {Style.COLUMN: OUTPUT, Style.ROW: INPUT}
     found = {}
     for name, module in model.named_modules():
-        style = style_of(module)
-        if style is not None and style in kinds and isinstance(module, SplitLayer):
-            found[name, kinds[style]] = module.shards["weight"]
+        if isinstance(module, SplitLayer) and module.split_style in kinds:
+            found[name, kinds[module.split_style]] = module.shards["weight"]
     return found
 
 
@@ -68,7 +59,7 @@ class RuleProblems:
 
     def failure(self, whole: ModuleTrace, local: ModuleTrace, error: Exception) -> Problem:
         """The model that is cut raises, where the whole one does not."""
-        name, text = local.failed_module or "", str(error).splitlines()[0] if str(error) else type(error).__name__
+        name, text = local.failed_module or "", first_line(error)
         got, full = local.find(name, INPUT), whole.find(name, INPUT)
         before = self._layer_before(local.events)
         if got is None or full is None or not name:
@@ -184,7 +175,9 @@ class RuleProblems:
         return f"{name} ({type_name})" if name else f"the model ({type_name})"
 
     def _style(self, name: str) -> Style | None:
-        return style_of(self._model.get_submodule(name))
+        """The style by which a module has been split; None: it has no rule."""
+        module = self._model.get_submodule(name)
+        return module.split_style if isinstance(module, SplitLayer) else None
 
     def _layer_before(self, events: Sequence[Event]) -> str | None:
         """The last layer with split outputs whose region no row layer has ended yet."""

@@ -139,7 +139,7 @@ def _rule(
     rule = parsed.get(pattern)
     if rule is None or isinstance(rule, Rule):
         return rule
-    around = [by_name[name] for name in _ancestors(parent_name(module.name), itself=True) if name in by_name]
+    around = [by_name[name] for name in ancestors(parent_name(module.name), itself=True) if name in by_name]
     lowered = lower_dims(module, pattern, rule, split, {name for each in around for name in each.counts})
     if isinstance(lowered, Problem):
         problems.append(lowered)
@@ -172,8 +172,9 @@ def _kind_problems(
 ) -> Iterable[Problem]:
     """What keeps a module from being split by its rule."""
     module, style = layer.module, layer.rule.style
+    attentions = {name for name, each in by_name.items() if each.kind == "attention"}
     got = f'{_quoted(layer.pattern)} = "{style}" matches modules of class {module.class_name or module.kind}'
-    if attention := next((n for n in _ancestors(module.name, itself=True) if _is_attention(by_name, n)), None):
+    if attention := next((n for n in ancestors(module.name, itself=True) if n in attentions), None):
         need = "separate linear layers: nn.MultiheadAttention is not split yet"
         yield Problem(f"{_quoted(layer.pattern)} is in the nn.MultiheadAttention {attention}", need, LEAVE_WHOLE)
     elif style is Style.REPLICATED:
@@ -198,10 +199,6 @@ def _groups_problem(layer: TensorLayer, got: str) -> Problem | None:
     if style is not Style.CHANNELS and groups > 1:
         return Problem(f"{got} with groups = {groups}", "groups = 1, which mixes all channels", f'"{Style.CHANNELS}"')
     return None
-
-
-def _is_attention(by_name: Mapping[str, ModuleSpec], name: str) -> bool:
-    return name in by_name and by_name[name].kind == "attention"
 
 
 def _kinds_needed(style: Style) -> str:
@@ -231,7 +228,7 @@ def _inside(module: ModuleSpec, modules: Sequence[ModuleSpec]) -> str:
 # ---- their counts ----------------------------------------------------------------------------------
 
 
-def _ancestors(name: str, *, itself: bool) -> Iterable[str]:
+def ancestors(name: str, *, itself: bool = False) -> Iterable[str]:
     """The modules around a module, the nearest first, the model itself last."""
     if itself:
         yield name
@@ -242,7 +239,7 @@ def _ancestors(name: str, *, itself: bool) -> Iterable[str]:
 
 def find_owner(by_name: Mapping[str, ModuleSpec], container: str, attribute: str) -> str | None:
     """The module whose attribute a rule of a layer in `container` names; None: there is none."""
-    around = _ancestors(container, itself=True)
+    around = ancestors(container, itself=True)
     return next((name for name in around if name in by_name and attribute in by_name[name].counts), None)
 
 
@@ -285,7 +282,7 @@ def _declared(
 
 
 def _attribute_problem(layer: TensorLayer, name: str, by_name: Mapping[str, ModuleSpec]) -> Problem:
-    around = [by_name[each] for each in _ancestors(layer.container, itself=True) if each in by_name]
+    around = [by_name[each] for each in ancestors(layer.container, itself=True) if each in by_name]
     choices = dict.fromkeys(attribute for module in around for attribute in module.counts)
     close = closest_match(name, choices)
     class_name = around[0].class_name if around else ""

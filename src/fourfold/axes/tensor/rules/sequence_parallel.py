@@ -15,10 +15,10 @@ Source: sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.0519
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fourfold.axes.tensor.rules.layers import CONVOLUTIONS, generalized, parent_name
+from fourfold.axes.tensor.rules.layers import CONVOLUTIONS, ancestors, generalized, parent_name
 from fourfold.axes.tensor.rules.styles import ModuleSpec, Style
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change, collective_sent_bytes
@@ -93,7 +93,7 @@ def _blocks(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> tuple[list
     found: set[str] = set()
     problems = []
     for column, container in _called_around(modules, columns).items():
-        block = next((name for name in _ancestors(container) if _is_numbered(name)), None)
+        block = next((name for name in ancestors(container) if _is_numbered(name)), None)
         if block is not None:
             found.add(block)
         elif _is_numbered(container):
@@ -108,14 +108,7 @@ def _blocks(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> tuple[list
 def _called_around(modules: Sequence[ModuleSpec], columns: Sequence[str]) -> dict[str, str]:
     """By column layer: the nearest module around it that is called."""
     called = {module.name for module in modules if module.is_called}
-    return {column: next((name for name in _ancestors(column) if name in called), "") for column in columns}
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    """The modules around a module, the nearest first."""
-    while name:
-        name = parent_name(name)
-        yield name
+    return {column: next((name for name in ancestors(column) if name in called), "") for column in columns}
 
 
 def _is_numbered(name: str) -> bool:

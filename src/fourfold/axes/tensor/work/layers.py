@@ -35,8 +35,9 @@ from fourfold.words.errors import Problem, TaskError
 
 
 class SplitLayer(nn.Module):
-    """What split layers know: their region, and the shards of their weights on this rank."""
+    """What split layers know: the style of their rule, their region, and the shards of their weights on this rank."""
 
+    split_style: Style
     region: SplitRegion
     shards: Mapping[str, TensorShard]
     """By own parameter: the part of it that is here."""
@@ -198,7 +199,7 @@ def split_layer(module: nn.Module, style: Style, region: SplitRegion, shards: Ma
     """Make a module compute with this rank's shards of its own parameters, which are cut already."""
     module.__class__ = _split_class(style, type(module))
     layer = cast(SplitLayer, module)
-    layer.region, layer.shards = region, shards
+    layer.split_style, layer.region, layer.shards = style, region, shards
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):

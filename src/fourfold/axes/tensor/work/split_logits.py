@@ -25,7 +25,6 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -131,7 +130,9 @@ class Source:
         return self.gathered
 
     def _make_whole(self) -> None:
-        with torch.inference_mode(False), torch.enable_grad(), _without_transforms():
+        # The whole logits belong to no transform of `torch.func` in which they are first used.
+        outside = suspend_transforms() if are_transforms_active() else contextlib.nullcontext()
+        with torch.inference_mode(False), torch.enable_grad(), outside:
             if self._parent is None or self._operation is None:
                 assert self.vocabulary.group is not None
                 self.vocabulary.group.meet("the whole logits")
@@ -143,11 +144,6 @@ class Source:
     def derive(self, local: Tensor, operation: Derive, dtype: torch.dtype | None = None) -> "Source":
         """The source whose local logits are these, and whose whole ones `operation` makes of this one's."""
         return Source(local, self.vocabulary, parent=self, operation=operation, dtype=dtype or self.dtype)
-
-
-def _without_transforms() -> AbstractContextManager[Any]:
-    """The whole logits belong to no transform of `torch.func` in which they are first used."""
-    return suspend_transforms() if are_transforms_active() else contextlib.nullcontext()
 
 
 def gather_classes(local: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -415,6 +411,10 @@ class _InGraph(torch.autograd.Function):
 # ---- uses ----------------------------------------------------------------------------------------------
 
 
+def _split_among(*trees: Any) -> list["SplitLogits"]:
+    return [each for each in tree_leaves(trees) if isinstance(each, SplitLogits)]
+
+
 def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(SplitLogits, whole_logits, (args, kwargs))
     return func(*args, **kwargs)
@@ -423,8 +423,7 @@ def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on this rank's logits, if it has one."""
     logits, *others = args or (None,)
-    is_only_one = not any(isinstance(each, SplitLogits) for each in tree_leaves((others, kwargs)))
-    if isinstance(logits, SplitLogits) and is_only_one and logits.source.stays_split:
+    if isinstance(logits, SplitLogits) and not _split_among(others, kwargs) and logits.source.stays_split:
         result = SPLIT_OPERATIONS[func](func, logits.source, tuple(others), kwargs)
         if result is not None:
             return _in_graph(result) if isinstance(result, Source) else result
@@ -433,25 +432,22 @@ def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hooks and changes that only the whole logits know of: from now on, only these count."""
-    for logits in tree_leaves((args, kwargs)):
-        if isinstance(logits, SplitLogits):
-            _check_no_loss(logits, getattr(func, "__name__", str(func)))
-            logits.source.family.is_whole_only = logits.source.family.is_watched = True
+    for logits in _split_among(args, kwargs):
+        _check_no_loss(logits, getattr(func, "__name__", str(func)))
+        logits.source.family.is_whole_only = logits.source.family.is_watched = True
     return _of_whole(func, args, kwargs)
 
 
 def _expose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What gives the memory of the whole logits, into which the caller may write."""
-    for logits in tree_leaves((args, kwargs)):
-        if isinstance(logits, SplitLogits):
-            logits.source.family.is_whole_only = True
+    for logits in _split_among(args, kwargs):
+        logits.source.family.is_whole_only = True
     return _of_whole(func, args, kwargs)
 
 
 def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for logits in tree_leaves((args[1:2], kwargs.get("inputs"))):
-        if isinstance(logits, SplitLogits):
-            _check_no_loss(logits, "autograd.grad")
+    for logits in _split_among(args[1:2], kwargs.get("inputs")):
+        _check_no_loss(logits, "autograd.grad")
     return _of_whole(func, args, kwargs)
 
 
@@ -460,17 +456,8 @@ def _read_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     return None if args[0].source.gathered is None else _of_whole(func, args, kwargs)
 
 
-def _read_grad_fn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The node through which every gradient of the logits goes, whether they are gathered or not."""
-    return args[0].source.local.grad_fn
-
-
 def _read_version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0 if args[0].source.gathered is None else version_of(args[0].source.gathered)
-
-
-def _read_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return args[0].source.local.is_contiguous(*args[1:], **kwargs)
 
 
 def _check_no_loss(logits: SplitLogits, what: str) -> None:
@@ -514,9 +501,10 @@ def _special() -> Mapping[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], 
         **dict.fromkeys((*setters, *_WATCHING), _watch),
         **dict.fromkeys(_EXPOSING, _expose),
         torch.autograd.grad: _grad,
-        Tensor.is_contiguous: _read_contiguous,
+        Tensor.is_contiguous: lambda func, args, kwargs: args[0].source.local.is_contiguous(*args[1:], **kwargs),
         _DESCRIPTORS["grad"].__get__: _read_grad,
-        _DESCRIPTORS["grad_fn"].__get__: _read_grad_fn,
+        # Through this node every gradient of the logits goes, whether they are gathered or not.
+        _DESCRIPTORS["grad_fn"].__get__: lambda func, args, kwargs: args[0].source.local.grad_fn,
         _DESCRIPTORS["_version"].__get__: _read_version,
     }
 

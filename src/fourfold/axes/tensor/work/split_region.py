@@ -244,15 +244,13 @@ class ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         input, weight = ctx.saved_tensors  # a checkpoint computes them again here, with sums of its own
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad, grad_weight = grads[0], None
-        finish = grad_input = None
+        grad, finish, grad_input = grads[0], None, None
         with torch.autocast(**ctx.autocast):
             if needs_input:
                 grad_input = grad @ weight
                 if ctx.uses.count == 1:
                     finish, ctx.uses.is_summed = ctx.group.all_reduce_async(grad_input), True
-            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
-                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+            grad_weight = _weight_gradient(ctx, grad, input) if needs_weight else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         return finish() if finish else grad_input, grad_weight, grad_bias, None, None
 
@@ -275,10 +273,15 @@ class RowProduct(torch.autograd.Function):
         (input, weight), grad = ctx.saved_tensors, grads[0]
         needs_input, needs_weight, _ = ctx.needs_input_grad
         with torch.autocast(**ctx.autocast):
-            grad_weight = None
-            if needs_weight and not (ctx.deferral and ctx.deferral.takes(grad, input)):
-                grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+            grad_weight = _weight_gradient(ctx, grad, input) if needs_weight else None
             return grad @ weight if needs_input else None, grad_weight, None
+
+
+def _weight_gradient(ctx: Any, grad: Tensor, input: Tensor) -> Tensor | None:
+    """None if it is deferred."""
+    if ctx.deferral and ctx.deferral.takes(grad, input):
+        return None
+    return grad.flatten(0, -2).t() @ input.flatten(0, -2)
 
 
 def _summed_product(input: Tensor, weight: Tensor, group: TensorGroup, *, casts: bool) -> Tensor:
