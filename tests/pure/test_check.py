@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.plan.check import (
-    batch_norm_problems,
-    codec_problems,
     combination_problems,
     layerwise_problems,
     size_problems,
-    sync_problems,
 )
 from fourfold.plan.model_traits import ModelTraits, trait_problems
 from fourfold.plan.plan import Plan
@@ -35,23 +32,23 @@ sys.exit("torch" in sys.modules)
 
 @pytest.mark.parametrize("fields", [{"zero": 1}, {"zero": 2}, {"codec": "topk"}, {"unused": "allow"}])
 def test_options_that_need_equal_gradients_on_all_ranks_are_refused_with_local_sgd(fields):
-    (problem,) = sync_problems(Plan(dp=2, sync="local", **fields))
+    (problem,) = combination_problems(Plan(dp=2, sync="local", **fields))
     ((name, value),) = fields.items()
     assert name in problem.got
     assert str(value) in problem.got
-    assert sync_problems(Plan(dp=2, **fields)) == []
+    assert combination_problems(Plan(dp=2, **fields)) == []
 
 
 @pytest.mark.parametrize("fields", [{"zero": 3}, {"unused": "allow"}])
 def test_a_codec_with_error_feedback_needs_every_gradient_and_unsharded_weights(fields):
-    (problem,) = codec_problems(Plan(dp=2, codec="dct", **fields))
+    (problem,) = combination_problems(Plan(dp=2, codec="dct", **fields))
     ((name, value),) = fields.items()
     assert problem.got in (f'codec = "dct" with {name} = {value}', f'codec = "dct" with {name} = "{value}"')
-    assert codec_problems(Plan(dp=2, **fields)) == []
+    assert combination_problems(Plan(dp=2, **fields)) == []
 
 
 def test_a_codec_without_error_feedback_allows_unused_parameters():
-    assert codec_problems(Plan(codec="bf16", unused="allow")) == []
+    assert combination_problems(Plan(codec="bf16", unused="allow")) == []
 
 
 def test_a_layerwise_update_in_backward_needs_whole_parameters():
@@ -94,5 +91,5 @@ def test_zero_update_and_unused_combine_freely_except_with_in_backward(fields):
 def test_what_is_tried_for_batch_normalization_is_not_refused_in_turn(microbatches):
     plan = Plan(dp=2, microbatches=microbatches)
     (problem,) = trait_problems(vars(plan), plan.batch_split, ModelTraits(batch_norms=("norm",)))
-    is_refused = bool(batch_norm_problems(dataclasses.replace(plan, batch_norm="sync")))
+    is_refused = bool(combination_problems(dataclasses.replace(plan, batch_norm="sync")))
     assert ("with microbatches = 1" in problem.attempt) == is_refused

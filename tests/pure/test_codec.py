@@ -73,11 +73,10 @@ def test_no_codec_sends_more_than_the_uncompressed_bucket(shapes, density, rank,
 
 
 @given(shapes=SHAPES)
-def test_a_codec_that_commutes_sums_one_message(shapes):
-    for kind, row in CODECS.items():
+def test_a_cast_sums_one_message(shapes):
+    for kind in ("bf16", "fp16"):
         rounds = codec_rounds(CodecSpec(kind), bucket_of(shapes), shapes)
-        assert not row.commutes or [each.combine for each in rounds] == [Combine.SUM]
-    assert [kind for kind, row in CODECS.items() if row.commutes] == ["bf16", "fp16"]
+        assert [each.combine for each in rounds] == [Combine.SUM]
 
 
 def test_the_plan_fields_of_a_codec_apply_only_with_it():

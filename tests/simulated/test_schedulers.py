@@ -25,8 +25,7 @@ import fourfold as ff
 from fourfold.checkpoint.collect import TrainingState
 from fourfold.checkpoint.manager import AttemptDir, CheckpointManager, TrainingProgress
 from fourfold.feed.feed import Feed
-from fourfold.optim.lr_scheduler import NotJsonError, SteppedScheduler, from_json, to_json
-from fourfold.plan.lr_schedule import TAGS
+from fourfold.optim.lr_scheduler import READERS, NotJsonError, SteppedScheduler, from_json, to_json
 from fourfold.testing import threads
 from fourfold.verification.command import verify
 from fourfold.words.errors import CheckpointError, FourfoldError, SettingError
@@ -440,7 +439,7 @@ def test_other_values_are_refused_with_their_place(value: Any) -> None:
 
 JUNK = st.recursive(
     st.none() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", *TAGS]), inner, max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", *READERS]), inner, max_size=2),
 )
 
 

@@ -14,12 +14,12 @@ from fourfold.axes.pipeline.rules import conflicts
 from fourfold.axes.pipeline.rules.division import stage_count_problems
 from fourfold.axes.pipeline.rules.edges import edge_problems
 from fourfold.axes.pipeline.rules.schedules import schedule_problems
-from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.codec import CODECS
 from fourfold.plan.model_traits import TRAIT_FIELDS, ModelTraits, trait_problems
 from fourfold.plan.param_spec import ParamSpec, UpdateSpec
 from fourfold.plan.plan import Plan, candidate_meshes
 from fourfold.plan.topology import Topology, group_hosts, num_host_shards
+from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 
 
@@ -46,8 +46,12 @@ def legality_problems(
 
 def combination_problems(plan: Plan, *, clip: float | None = None) -> list[Problem]:
     """Every combination of fields that cannot be carried out, with any model and on any ranks."""
-    problems = update_problems(plan, clip) + sync_problems(plan) + precision_problems(plan)
-    problems += codec_problems(plan) + batch_norm_problems(plan) + sequence_parallel_problems(plan)
+    problems = []
+    if plan.update == "in_backward" and clip is not None:
+        got = f'update = "in_backward" with clip = {clip:g}'
+        need = "the norm of all gradients before the first bucket is updated"
+        problems.append(Problem(got, need, 'clip = none, or update = "in_forward"'))
+    problems += _rule_problems(plan) + sequence_parallel_problems(plan)
     return problems + pipeline_problems(plan, clip)
 
 
@@ -67,129 +71,98 @@ def pipeline_problems(plan: Plan, clip: float | None) -> list[Problem]:
     return problems
 
 
-def update_problems(plan: Plan, clip: float | None) -> list[Problem]:
-    """Before a bucket is updated in backward, everything that its update depends on must be known."""
-    if plan.update != "in_backward":
-        return []
-    problems = []
-    if clip is not None:
-        need = "the norm of all gradients before the first bucket is updated"
-        problems.append(
-            Problem(f'update = "in_backward" with clip = {clip:g}', need, 'clip = none, or update = "in_forward"')
-        )
-    if plan.unused == "allow":
-        need = "to know, before a bucket is updated, which parameters have no gradient on any rank"
-        attempt = 'unused = "error", or update = "in_forward"'
-        problems.append(Problem('update = "in_backward" with unused = "allow"', need, attempt))
-    return problems
+class Rule(NamedTuple):
+    """Why a field must have another value than it has, where a plan has some setting.
+
+    need         what another value would need
+    alternative  what else there is to try; "": the default of the setting
+    allowed      the values that go with the setting; (): the field's default
+    """
+
+    need: str
+    alternative: str = ""
+    allowed: tuple[object, ...] = ()
 
 
-def sync_problems(plan: Plan) -> list[Problem]:
-    """With local steps, each rank has whole weights, optimizer states and gradients of its own."""
-    if plan.sync != "local":
-        return []
-    local = 'sync = "local"'
-    rules = [
-        (
-            plan.offload != "none",
-            f'offload = "{plan.offload}"',
-            "weights that are averaged on the device where they are updated",
-            'offload = "none", or sync = "step"',
-        ),
-        (
-            plan.precision != "keep",
-            f'precision = "{plan.precision}"',
-            "an average of the weights that the update keeps, not of their rounded copies",
-            'precision = "keep", or sync = "step"',
-        ),
-        (
-            plan.cp > 1,
-            f"cp = {plan.cp}",
-            "ranks with whole samples: ranks of one sequence need each other in every step",
-            'cp = 1, or sync = "step"',
-        ),
-        (
-            plan.zero > 0,
-            f"zero = {plan.zero}",
-            "whole weights and optimizer states on each rank: its own differ from the others'",
-            'zero = 0, or sync = "step"',
-        ),
-        (
-            plan.codec != "none",
-            f'codec = "{plan.codec}"',
-            "gradients that are sent between ranks: with local steps they stay on their rank",
-            'codec = "none", or sync = "step"',
-        ),
-        (
-            plan.unused == "allow",
-            'unused = "allow"',
-            "optimizer states for the same parameters on every rank: ranks may use different parameters",
-            'unused = "error", or sync = "step"',
-        ),
-        (
-            plan.update == "in_forward",
+RULES: dict[tuple[str, object], dict[str, Rule]] = {
+    # Before a bucket is updated in backward, everything that its update depends on must be known.
+    ("update", "in_backward"): {
+        "unused": Rule(
+            "to know, before a bucket is updated, which parameters have no gradient on any rank",
             'update = "in_forward"',
-            "updated weights at the end of the step, when ranks average them",
-            'update = "in_backward", or "after"',
+        )
+    },
+    # With local steps, each rank has whole weights, optimizer states and gradients of its own.
+    ("sync", "local"): {
+        "offload": Rule("weights that are averaged on the device where they are updated"),
+        "precision": Rule("an average of the weights that the update keeps, not of their rounded copies"),
+        "cp": Rule("ranks with whole samples: ranks of one sequence need each other in every step"),
+        "zero": Rule("whole weights and optimizer states on each rank: its own differ from the others'"),
+        "codec": Rule("gradients that are sent between ranks: with local steps they stay on their rank"),
+        "unused": Rule("optimizer states for the same parameters on every rank: ranks may use different parameters"),
+        "update": Rule(
+            "updated weights at the end of the step, when ranks average them", '"after"', ("in_backward", "after")
         ),
-    ]
-    return [Problem(f"{local} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
-
-
-def precision_problems(plan: Plan) -> list[Problem]:
-    """With fp16 any scaled gradient may overflow: all must be known before the first weight changes."""
-    if plan.precision != "fp16":
-        return []
-    problems, fp16 = [], 'precision = "fp16"'
-    if plan.update == "in_backward":
-        need = "to know that no gradient has overflowed before the first bucket is updated"
-        got = f'{fp16} with update = "{plan.update}"'
-        problems.append(Problem(got, need, 'precision = "bf16", or update = "after"'))
-    if plan.codec != "none":
-        need = "finite gradients: a codec would keep an overflow in its residual forever"
-        problems.append(Problem(f'{fp16} with codec = "{plan.codec}"', need, 'precision = "bf16", or codec = "none"'))
-    return problems
-
-
-def codec_problems(plan: Plan) -> list[Problem]:
-    """A codec compresses gradients only, and what it has not sent yet it adds to later gradients."""
-    if plan.codec == "none":
-        return []
-    problems, codec = [], f'codec = "{plan.codec}"'
-    if plan.zero == 3:
-        need = "gradients to be most of the traffic: at zero 3 two thirds are weights, which codecs do not compress"
-        problems.append(Problem(f"{codec} with zero = 3", need, 'zero = 2, or codec = "none"'))
-    if CODECS[plan.codec].remembers and plan.unused == "allow":
-        need = "a gradient for every parameter: the residual of a parameter that no rank uses would not be applied"
-        problems.append(Problem(f'{codec} with unused = "allow"', need, 'unused = "error", or codec = "bf16"'))
-    return problems
-
-
-def batch_norm_problems(plan: Plan) -> list[Problem]:
-    """Statistics over ranks need all activations of a global batch at once."""
-    if plan.batch_norm != "sync":
-        return []
-    rules = [
-        (
-            plan.microbatches > 1,
-            f"microbatches = {plan.microbatches}",
+    },
+    # With fp16 any scaled gradient may overflow: all must be known before the first weight changes.
+    ("precision", "fp16"): {
+        "update": Rule(
+            "to know that no gradient has overflowed before the first bucket is updated",
+            'precision = "bf16"',
+            ("after", "in_forward"),
+        ),
+        "codec": Rule("finite gradients: a codec would keep an overflow in its residual forever", 'precision = "bf16"'),
+    },
+    # A codec compresses gradients only, and what it has not sent yet it adds to later gradients.
+    **{
+        ("codec", kind): {
+            "zero": Rule(
+                "gradients to be most of the traffic: at zero 3 two thirds are weights, which codecs do not compress",
+                allowed=(2, 1, 0),
+            ),
+            "unused": Rule(
+                "a gradient for every parameter: the residual of a parameter that no rank uses would not be applied",
+                'codec = "bf16"',
+                ("error",) if row.remembers else ("error", "allow"),
+            ),
+        }
+        for kind, row in CODECS.items()
+    },
+    # Statistics over ranks need all activations of a global batch at once.
+    ("batch_norm", "sync"): {
+        "microbatches": Rule(
             "the whole batch in one forward: statistics over microbatches would need a second forward of each",
-            "microbatches = 1, or GroupNorm",
+            "GroupNorm",
         ),
-        (
-            plan.cp > 1,
-            f"cp = {plan.cp}",
+        "cp": Rule(
             "ranks with whole samples: ranks of one sequence have different numbers of its tokens, padding among them",
-            "cp = 1, or LayerNorm",
+            "LayerNorm",
         ),
-        (
-            plan.sync == "local",
-            'sync = "local"',
+        "sync": Rule(
             "ranks that run each forward together: with local steps every rank trains on its own",
-            'sync = "step", or batch_norm = "local"',
+            'batch_norm = "local"',
         ),
-    ]
-    return [Problem(f"{SYNC} with {got}", need, attempt) for is_set, got, need, attempt in rules if is_set]
+    },
+}
+"""By a setting of a plan: the fields that must go with it."""
+
+
+def _setting(field: str, value: object) -> str:
+    return f"{field} = {json.dumps(value)}"  # as TOML has it
+
+
+def _rule_problems(plan: Plan) -> list[Problem]:
+    problems, defaults = [], vars(Plan())
+    for (setting, value), rules in RULES.items():
+        if getattr(plan, setting) != value:
+            continue
+        for field, rule in rules.items():
+            allowed = rule.allowed or (defaults[field],)
+            if getattr(plan, field) not in allowed:
+                got = f"{_setting(setting, value)} with {_setting(field, getattr(plan, field))}"
+                alternative = rule.alternative or _setting(setting, defaults[setting])
+                problems.append(Problem(got, rule.need, f"{_setting(field, allowed[0])}, or {alternative}"))
+    return problems
 
 
 def sequence_parallel_problems(plan: Plan) -> list[Problem]:
@@ -234,18 +207,14 @@ def replica_problems(plan: Plan, specs: Sequence[ParamSpec]) -> list[Problem]:
         return []
     problems, codec = [], f'codec = "{plan.codec}" and tp = {plan.tp}'
     if names := [spec.name for spec in specs if spec.num_replicas is None]:
-        got = f"{codec}, where several ranks hold the same part of {_listed(names)}"
+        got = f"{codec}, where several ranks hold the same part of {format_names(names)}"
         need = "the same gradient on all of them: what this codec sends of it depends on what else a rank holds"
         attempt = 'codec = "bf16", or at most as many tensor ranks as heads of keys and values'
         problems.append(Problem(got, need, attempt))
     if names := [spec.name for spec in specs if not all(shard.num_elements for shard in spec.shards)]:
-        got = f"{codec}, where some rank holds nothing of {_listed(names)}"
+        got = f"{codec}, where some rank holds nothing of {format_names(names)}"
         problems.append(Problem(got, "a part of each weight on each rank", 'codec = "bf16", or a smaller tp'))
     return problems
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{' …' if names[3:] else ''}"
 
 
 def transport_device_problems(transport: str, device: str) -> list[Problem]:
@@ -297,16 +266,11 @@ def step_hook_conflicts(plan: Plan) -> dict[str, str]:
 
     They can be called where every rank has all gradients and weights.
     """
-    rules = [
-        (plan.zero > 0 and plan.num_shards > 1, f"zero = {plan.zero}", "zero = 0"),
-        (plan.tp > 1, f"tp = {plan.tp}", "tp = 1"),
-        (plan.pp > 1, f"pp = {plan.pp}", "pp = 1"),
-        (plan.update != "after", f'update = "{plan.update}"', 'update = "after"'),
-        (plan.sync != "step", f'sync = "{plan.sync}"', 'sync = "step"'),
-        (plan.precision != "keep", f'precision = "{plan.precision}"', 'precision = "keep"'),
-        (plan.offload != "none", f'offload = "{plan.offload}"', 'offload = "none"'),
-    ]
-    return {got: attempt for is_set, got, attempt in rules if is_set}
+    default = Plan()
+    names = ["zero"] if plan.zero > 0 and plan.num_shards > 1 else []
+    fields = ("tp", "pp", "update", "sync", "precision", "offload")
+    names += [name for name in fields if getattr(plan, name) != getattr(default, name)]
+    return {_setting(name, getattr(plan, name)): _setting(name, getattr(default, name)) for name in names}
 
 
 def read_only_reason(plan: Plan, *, storage: str, master_weights: str) -> ReadOnlyReason | None:
@@ -325,7 +289,7 @@ def read_only_reason(plan: Plan, *, storage: str, master_weights: str) -> ReadOn
     for field, reason in reasons.items():
         value, default = getattr(plan, field), getattr(Plan(), field)
         if reason and value != default:
-            return ReadOnlyReason(f"{field} = {json.dumps(value)}", reason, f"{field} = {json.dumps(default)}")
+            return ReadOnlyReason(_setting(field, value), reason, _setting(field, default))
     return None
 
 

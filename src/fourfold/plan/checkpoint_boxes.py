@@ -77,12 +77,11 @@ def flattened(part: Part) -> Part:
 
 def blocks(part: Part) -> list[Block]:
     """The blocks of a part, in order."""
-    found = _range_boxes(part.box.lengths, part.start, part.stop)
-    return [Block(start - part.start, _shifted(box, part.box.offsets)) for start, box in found]
-
-
-def _shifted(box: Box, offsets: Shape) -> Box:
-    return Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.lengths)
+    found = []
+    for start, box in _range_boxes(part.box.lengths, part.start, part.stop):
+        offsets = tuple(a + b for a, b in zip(box.offsets, part.box.offsets, strict=True))
+        found.append(Block(start - part.start, Box(offsets, box.lengths)))
+    return found
 
 
 def _range_boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -170,7 +169,10 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
         groups = [group for each in groups for group in _cut_apart(each) if len(group) > 1]
         if not groups:
             return True
-    return all(len(each) <= MAX_COMPARED_BOXES and _are_pairwise_disjoint(each) for each in groups)
+    return all(
+        len(each) <= MAX_COMPARED_BOXES and not any(intersection(a, b) for a, b in itertools.combinations(each, 2))
+        for each in groups
+    )
 
 
 def _cut_apart(boxes: Sequence[Box]) -> list[Sequence[Box]]:
@@ -188,10 +190,6 @@ def _cut_apart(boxes: Sequence[Box]) -> list[Sequence[Box]]:
         if groups:
             return [*groups, group]
     return [boxes]
-
-
-def _are_pairwise_disjoint(boxes: Sequence[Box]) -> bool:
-    return not any(intersection(a, b) for a, b in itertools.combinations(boxes, 2))
 
 
 def divide_writing(tensors: Sequence[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fourfold.axes.data.rules.buckets import Bucket, Slot
+from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.words.errors import PlanError, Problem
 from fourfold.words.layout import Change
 from fourfold.words.layout import collective_sent_bytes as layout_bytes
+from fourfold.words.ranges import join_ranges
 
 # ---- density ---------------------------------------------------------------------------------------------------------
 
@@ -204,16 +205,8 @@ def dct_spec(bucket: Bucket, density: float) -> SparseSpec:
             least, most = math.floor(count * BAND_LOW), min(num_elements, math.ceil(count * BAND_HIGH))
             sparse.append(SparseRange(slot.start, slot.stop, count, least, most))
         else:
-            _append_range(dense, slot)
-    return SparseSpec(tuple(dense), tuple(sparse))
-
-
-def _append_range(ranges: list[tuple[int, int]], slot: Slot) -> None:
-    """Append a slot to ranges, joined with the last one if it continues it."""
-    if ranges and ranges[-1][1] == slot.start:
-        ranges[-1] = ranges[-1][0], slot.stop
-    else:
-        ranges.append((slot.start, slot.stop))
+            dense.append((slot.start, slot.stop))
+    return SparseSpec(tuple(join_ranges(dense)), tuple(sparse))
 
 
 def _topk_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
@@ -264,8 +257,8 @@ def low_rank_spec(bucket: Bucket, shapes: Shapes, matrix_rank: int) -> LowRankSp
             matrices.append(FactoredMatrix(index, slot.start, rows, columns, num_p, num_q))
             num_p, num_q = num_p + rows * matrix_rank, num_q + columns * matrix_rank
         else:
-            _append_range(dense, slot)
-    return LowRankSpec(tuple(matrices), tuple(dense), num_p, num_q)
+            dense.append((slot.start, slot.stop))
+    return LowRankSpec(tuple(matrices), tuple(join_ranges(dense)), num_p, num_q)
 
 
 def _powersgd_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
@@ -288,13 +281,11 @@ class CodecKind(NamedTuple):
     """What each rank keeps between reductions: the keys of `Codec.state_tensors`. "remainder" is the residual."""
     is_elementwise: bool = False
     """Whether what is sent of an element depends on this element alone, not on others of its bucket."""
-    commutes: bool = False
-    """Whether messages may be summed in any grouping before they are read: always one round, summed on the way."""
 
 
 CODECS: dict[str, CodecKind] = {
-    "bf16": CodecKind(_cast_rounds, is_elementwise=True, commutes=True),
-    "fp16": CodecKind(_cast_rounds, is_elementwise=True, commutes=True),
+    "bf16": CodecKind(_cast_rounds, is_elementwise=True),
+    "fp16": CodecKind(_cast_rounds, is_elementwise=True),
     "int8": CodecKind(_int8_rounds, remembers=("remainder",)),
     "topk": CodecKind(_topk_rounds, fields=("codec_density",), remembers=("remainder",)),
     "powersgd": CodecKind(_powersgd_rounds, fields=("codec_rank",), remembers=("remainder", "warm")),

@@ -8,7 +8,6 @@ Law: `from_toml` reads what is written here as an equal value of the same type; 
 
 import errno
 import itertools
-import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -126,7 +125,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return _format_float(value)
+        return repr(float(value))  # inf, nan and 1e-05 are TOML
     if isinstance(value, str):
         return _format_text(value)
     if isinstance(value, list | tuple):
@@ -149,12 +148,6 @@ def format_pair(key: str, value: Any) -> str:
 def format_table(values: Mapping[str, Any]) -> Sequence[str]:
     """A line for each pair."""
     return [format_pair(key, value) for key, value in values.items()]
-
-
-def _format_float(value: float) -> str:
-    if math.isnan(value):
-        return "nan"
-    return repr(float(value))  # inf and 1e-05 are TOML
 
 
 def _format_text(text: str) -> str:

@@ -3,7 +3,6 @@
 scale     multiplies the tuned rate if the batch is larger than the one that it was tuned for
 warm-up   the first steps: the rate rises linearly from the tuned one to the scaled one
 schedule  the curve after warm-up: constant, linear, cosine or step
-tag       the only key of an object that stands for a value that JSON does not have: {"tuple": [1, 2]}
 Law: a factor depends only on the step, the number of steps and the batch sizes: not on ranks, nor on earlier steps.
 Law: a torch scheduler's state holds no pickle and no callable: numbers, strings, and lists and dicts of these.
 
@@ -26,16 +25,14 @@ from fourfold.words.field import declare, declared_problems, to_builtin
 
 # ---- state of a torch scheduler ------------------------------------------------------------------------------------
 
-TAGS = ("float", "tuple", "dict", "items", "counter", "tensor")
-
 
 class SchedulerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state of a scheduler at a step.
 
     name     its class
-    state    its state_dict, with tags
+    state    its state_dict, as `optim/lr_scheduler.py` writes it
     initial  the same before the first step, which shows whether its arguments have changed
-    options  by group: the optimizer's options that the scheduler has changed, and the learning rate, with tags
+    options  by group: the optimizer's options that the scheduler has changed, and the learning rate
     """
 
     name: str
@@ -83,19 +80,14 @@ CURVES: dict[str, Callable[["LRSchedule", int, int], float]] = {
 
 
 def _milestone_problems(value: Any, name: str) -> list[Problem]:
-    """Why these are no fractions of the steps."""
-    if _is_increasing(value):
+    """Why these are no fractions of the steps, in increasing order."""
+    is_listed = isinstance(value, tuple | list)
+    are_fractions = is_listed and all(argument_checks.is_real(each) and 0 < each < 1 for each in value)
+    if are_fractions and list(value) == sorted(set(value)):
         return []
-    listed = ", ".join(map(str, value)) if isinstance(value, tuple | list) else f"{value!r}"
+    listed = ", ".join(map(str, value)) if is_listed else f"{value!r}"
     need = "increasing fractions of the steps, between 0 and 1"
     return [Problem(f"{name} = {listed}", need, "milestones = (0.5, 0.75)")]
-
-
-def _is_increasing(fractions: Any) -> bool:
-    """Whether these are numbers between 0 and 1 in increasing order."""
-    if not isinstance(fractions, tuple | list) or not all(map(argument_checks.is_real, fractions)):
-        return False
-    return all(0 < each < 1 for each in fractions) and list(fractions) == sorted(set(fractions))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,13 @@ trait   names of modules whose results depend on how a batch is split, on who wr
 Law: a training, `fourfold show` and the planner ask the same function, so none of them accepts what another refuses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fourfold.plan.batch_norm import SYNC
 from fourfold.plan.batch_split import BatchSplit
+from fourfold.plan.decode import format_pair
+from fourfold.words.error_notes import format_names
 from fourfold.words.errors import Problem
 
 TRAIT_FIELDS = ("pp", "tp", "cp", "zero", "update", "precision", "batch_norm")
@@ -45,9 +47,9 @@ def trait_problems(values: Mapping[str, Any], split: BatchSplit, traits: ModelTr
         need = f"no statistics over a batch that is split into {parts} parts"
         whole = SYNC if split.num_microbatches == 1 else f"{SYNC} with microbatches = 1"
         attempt = f'{whole}, {FREEZE_HINT}, GroupNorm, or batch_norm = "local" (not the same training)'
-        problems.append(Problem(f"batch normalization at {_listed(traits.batch_norms)}", need, attempt))
+        problems.append(Problem(f"batch normalization at {format_names(traits.batch_norms)}", need, attempt))
     if traits.own_group_norms and values["batch_norm"] == "sync":
-        got = f"{SYNC} and its own process group at {_listed(traits.own_group_norms)}"
+        got = f"{SYNC} and its own process group at {format_names(traits.own_group_norms)}"
         attempt = "SyncBatchNorm(…, process_group=None)"
         problems.append(Problem(got, "statistics of all ranks, which one device has", attempt))
     problems += _compiled_problems(values, traits)
@@ -64,18 +66,15 @@ def own_loss_problems(cp: int) -> list[Problem]:
     return [Problem(got, need, attempt)]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{' …' if names[3:] else ''}"
-
-
 def _embedding_problems(precision: str, split: BatchSplit, traits: ModelTraits) -> list[Problem]:
     """Embedding options that depend on all indices of the batch: a part of the batch has only its own."""
     parts, problems = split.num_parts, []
     if parts > 1 and traits.frequency_scaled:
-        got = f"scale_grad_by_freq at {_listed(traits.frequency_scaled)}, and a batch that is split into {parts} parts"
+        names = format_names(traits.frequency_scaled)
+        got = f"scale_grad_by_freq at {names}, and a batch that is split into {parts} parts"
         need = "gradients that do not depend on how often an index occurs in the batch: a part counts only its own"
         problems.append(Problem(got, need, "scale_grad_by_freq=False"))
-    names, attempt = _listed(traits.renormalized), "max_norm=None, and F.normalize of the vectors after the lookup"
+    names, attempt = format_names(traits.renormalized), "max_norm=None, and F.normalize of the vectors after the lookup"
     if names and split.num_ranks > 1:
         got = f"max_norm at {names}, and samples on {split.num_ranks} ranks"
         need = "weights that forward does not change: each rank would renormalize only the rows of its own samples"
@@ -91,25 +90,21 @@ def _compiled_problems(values: Mapping[str, Any], traits: ModelTraits) -> list[P
     """Fourfold sees neither which weights compiled code uses, nor its calls of attention and batch normalization."""
     if not traits.compiled:
         return []
-    where = f"compiled code at {_listed(traits.compiled)}"
-    pp, tp, cp = (values[axis] for axis in ("pp", "tp", "cp"))
+    where = f"compiled code at {format_names(traits.compiled)}"
     sees_weights = "to see when a weight is used, which compiled code hides"
-    rules = [
-        (values["update"] == "in_forward", 'update = "in_forward"', sees_weights, 'update = "after"'),
-        (values["zero"] == 3, "zero = 3", sees_weights, "zero = 2"),
-        (
-            tp > 1,
-            f"tp = {tp}",
-            "to replace layers, which compiled code has inlined",
-            "tp = 1",
-        ),
-        (pp > 1, f"pp = {pp}", "hooks of its own in each forward, which compiled code ignores", "pp = 1"),
-        (cp > 1, f"cp = {cp}", "to see each call of attention, which compiled code hides", "cp = 1"),
-        (
-            values["batch_norm"] == "sync" and traits.compiles_norms,
-            SYNC,
-            "to see each call of batch normalization, which compiled code hides",
-            "compiling parts of the model without it",
-        ),
+    rules = {
+        "update": (("after", "in_backward"), sees_weights),
+        "zero": ((2, 1, 0), sees_weights),
+        "tp": ((1,), "to replace layers, which compiled code has inlined"),
+        "pp": ((1,), "hooks of its own in each forward, which compiled code ignores"),
+        "cp": ((1,), "to see each call of attention, which compiled code hides"),
+    }
+    problems = [
+        Problem(f"{format_pair(field, values[field])} and {where}", need, format_pair(field, allowed[0]))
+        for field, (allowed, need) in rules.items()
+        if values[field] not in allowed
     ]
-    return [Problem(f"{got} and {where}", need, attempt) for is_set, got, need, attempt in rules if is_set]
+    if values["batch_norm"] == "sync" and traits.compiles_norms:
+        need = "to see each call of batch normalization, which compiled code hides"
+        problems.append(Problem(f"{SYNC} and {where}", need, "compiling parts of the model without it"))
+    return problems

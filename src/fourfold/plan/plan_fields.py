@@ -15,6 +15,7 @@ from fourfold.axes.pipeline.rules.schedules import SCHEDULES
 from fourfold.axes.tensor.rules.dims import dims_problems
 from fourfold.plan.codec import CODECS, CodecSpec
 from fourfold.plan.precision import COMPUTE_FORMATS, REDUCE_FORMATS
+from fourfold.words.argument_checks import is_int
 from fourfold.words.errors import Problem, closest_match, setting_elsewhere
 from fourfold.words.field import Field, declare, declared_fields, to_builtin
 
@@ -268,12 +269,7 @@ def plan_problems(values: Mapping[str, object]) -> list[Problem]:
         elif not rule.accepts(value) or rule.supported is not None:  # most are legal, of many thousands of plans
             problems += rule.problems(name, value, none="none")
     cp, ulysses = values.get("cp", 1), values.get("ulysses", 1)
-    if (
-        isinstance(cp, int)
-        and isinstance(ulysses, int)
-        and PLAN_FIELDS["ulysses"].accepts(ulysses)
-        and PLAN_FIELDS["cp"].accepts(cp)
-    ):
+    if is_int(cp) and is_int(ulysses) and PLAN_FIELDS["cp"].accepts(cp) and PLAN_FIELDS["ulysses"].accepts(ulysses):
         problem = ulysses_problem(cp, ulysses)
         problems += [] if problem is None else [problem]
     if isinstance(dims := values.get("dims"), str):

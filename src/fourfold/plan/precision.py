@@ -11,7 +11,7 @@ Sources: Micikevicius et al., "Mixed Precision Training" (2018), §3.1 and §3.2
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fourfold.axes.data.rules.buckets import Bucket
 from fourfold.plan.param_spec import ParamSpec
@@ -61,55 +61,34 @@ def has_master_weights(bucket: Bucket, precision: str) -> bool:
     return compute is not None and bucket.dtype == compute.dtype
 
 
-class LossScale(Protocol):
-    """What the loss is multiplied by for backward."""
+class LossScale:
+    """What the loss is multiplied by for backward: this one does not scale it.
 
-    value: float
+    reported      the scale, if the loss is scaled
+    can_decrease  whether the scale can be halved against an overflow
+    """
 
-    @property
-    def reported(self) -> float | None:
-        """The scale, if the loss is scaled."""
-        ...
-
-    @property
-    def can_decrease(self) -> bool:
-        """Whether the scale can be halved against an overflow."""
-        ...
+    value: float = 1.0
+    reported: float | None = None
+    can_decrease: bool = False
 
     @property
     def state(self) -> dict[str, float] | None:
         """What a checkpoint saves; None if there is nothing to save."""
-        ...
+        return None
 
     def scale(self, loss: Any) -> Any:
         """The loss times the scale."""
-        ...
-
-    def update(self, *, overflowed: bool) -> None:
-        """Adapt the scale after a step with it."""
-        ...
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore a saved `state`."""
-        ...
-
-
-class UnitLossScale:
-    """The loss is not scaled."""
-
-    value, reported, can_decrease, state = 1.0, None, False, None
-
-    def scale(self, loss: Any) -> Any:
         return loss
 
     def update(self, *, overflowed: bool) -> None:
-        pass
+        """Adapt the scale after a step with it."""
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        pass
+        """Restore a saved `state`, unless its scale is out of range."""
 
 
-class LossScaler:
+class LossScaler(LossScale):
     """The scale of the loss: halved when a gradient overflows, doubled after `growth_interval` steps without one."""
 
     INITIAL_SCALE, MIN_SCALE, GROWTH_INTERVAL = 65536.0, 1.0, 2000
@@ -117,39 +96,30 @@ class LossScaler:
     MAX_SCALE = 3.4028234663852886e38  # float32's
 
     def __init__(self, initial: float = INITIAL_SCALE, growth_interval: int = GROWTH_INTERVAL) -> None:
-        self.value, self._growth_interval, self._num_good_steps = initial, growth_interval, 0
+        self._growth_interval = growth_interval
+        self._set(initial, 0)
 
-    @property
-    def reported(self) -> float:
-        return self.value
+    def _set(self, value: float, num_good_steps: int) -> None:
+        self.value = self.reported = value
+        self.can_decrease = value > self.MIN_SCALE
+        self._num_good_steps = num_good_steps
 
     def scale(self, loss: Any) -> Any:
-        """The loss times the scale."""
         return loss * self.value
 
-    @property
-    def can_decrease(self) -> bool:
-        """Whether the scale can be halved against an overflow."""
-        return self.value > self.MIN_SCALE
-
     def update(self, *, overflowed: bool) -> None:
-        """Adapt the scale after a step with it."""
         if overflowed:
-            self.value, self._num_good_steps = max(self.MIN_SCALE, self.value * self.BACKOFF), 0
+            self._set(max(self.MIN_SCALE, self.value * self.BACKOFF), 0)
             return
-        self._num_good_steps += 1
-        if self._num_good_steps == self._growth_interval:
-            self._num_good_steps = 0
-            if self.value * self.GROWTH <= self.MAX_SCALE:
-                self.value *= self.GROWTH
+        num_good_steps = (self._num_good_steps + 1) % self._growth_interval
+        grown = self.value * self.GROWTH
+        self._set(grown if num_good_steps == 0 and grown <= self.MAX_SCALE else self.value, num_good_steps)
 
     @property
     def state(self) -> dict[str, float]:
-        """What a checkpoint saves: the scale, and the number of steps since it changed."""
-        return {"value": self.value, "good": self._num_good_steps}
+        return {"value": self.value, "good": self._num_good_steps}  # steps since it changed
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore a saved `state`, unless its scale is out of range."""
         value = float(state["value"])
         if math.isfinite(value) and self.MIN_SCALE <= value <= self.MAX_SCALE:
-            self.value, self._num_good_steps = value, max(0, int(state["good"])) % self._growth_interval
+            self._set(value, max(0, int(state["good"])) % self._growth_interval)

@@ -39,7 +39,7 @@ from fourfold.optim.user_optimizer import OptimizerSource, build_optimizer
 from fourfold.plan.batch_split import BatchSplit
 from fourfold.plan.check import step_hook_conflicts
 from fourfold.plan.plan import Plan
-from fourfold.plan.precision import LossScaler, UnitLossScale
+from fourfold.plan.precision import LossScale, LossScaler
 from fourfold.proof.attachment import AxisParts, BatchLayout, Rank, TensorCalls, WholeSamples
 from fourfold.proof.checks import Check, Proof
 from fourfold.proof.digests.batches import DuplicateBatches
@@ -219,7 +219,7 @@ def _make_parts(axes: _Axes, stage: StageAssembly, scalars: ScalarReducer, clip:
         objective=rank.objective,
         local=stage.state.local,
         division=_division(plan),
-        loss_scale=LossScaler() if plan.precision == "fp16" else UnitLossScale(),
+        loss_scale=LossScaler() if plan.precision == "fp16" else LossScale(),
         added_totals=TOTALS if axes.tensor.group.index == 0 and pipeline.is_last else COUNTED_BY_EACH_RANK,
         edges=pipeline.edges,
         senders=[*pipeline.edges.senders, *pipeline.tied.senders],
