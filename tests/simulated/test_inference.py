@@ -10,7 +10,7 @@ from fourfold.plan.plan import Plan
 from fourfold.step.train_step import TrainStep
 from fourfold.testing import threads
 from fourfold.words.errors import SettingError
-from fourfold.words.trace_events import NullRecorder
+from fourfold.words.trace_events import Recorder
 from tests.cases import SEED_LOCK, model
 
 pytestmark = pytest.mark.usefixtures("without_dry_run")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_dry_run")
 X = torch.linspace(-1, 1, 5 * 16, dtype=torch.float64).view(5, 16)
 
 
-class ProgramRecorder(NullRecorder):
+class ProgramRecorder(Recorder):
     """The actions that ran."""
 
     def __init__(self):

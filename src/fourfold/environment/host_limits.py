@@ -45,21 +45,12 @@ def cpu_quota(*, root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> f
 
 
 def _quota_in(folder: Path) -> float | None:
-    for read in (_read_v2, _read_v1):
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            quota, period = read(folder)
+            quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             if quota > 0 and period > 0:
                 return quota / period
     return None
-
-
-def _read_v2(folder: Path) -> tuple[int, int]:
-    quota, period = (folder / "cpu.max").read_text().split()
-    return int(quota), int(period)
-
-
-def _read_v1(folder: Path) -> tuple[int, int]:
-    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -100,7 +91,7 @@ class MemoryLimit(NamedTuple):
 
 def available_bytes() -> int | None:
     """Bytes that could be allocated on this host, swap included; None if the system does not say."""
-    available, free_swap = _meminfo("MemAvailable"), _meminfo("SwapFree") or 0
+    available, free_swap = _bytes_in(MEMINFO, "MemAvailable"), _bytes_in(MEMINFO, "SwapFree") or 0
     if available is None:
         return None
     headrooms = (limit.headroom_bytes + limit.swap_beyond(free_swap) for limit in _memory_limits())
@@ -109,7 +100,7 @@ def available_bytes() -> int | None:
 
 def total_bytes() -> int | None:
     """The memory of this host, or what a cgroup or a limit of this process allows; None if the system does not say."""
-    total = _meminfo("MemTotal")
+    total = _bytes_in(MEMINFO, "MemTotal")
     if total is None:
         return None
     limits = [limit.limit_bytes for limit in _memory_limits()]
@@ -119,11 +110,7 @@ def total_bytes() -> int | None:
 
 def resident_bytes(entry: str = "VmRSS") -> int | None:
     """The bytes of this process in memory, or with `entry="VmHWM"` the most so far; None if the system does not say."""
-    try:
-        lines = PROCESS_STATUS.read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), None)
-    except (OSError, ValueError, IndexError):
-        return None
+    return _bytes_in(PROCESS_STATUS, entry)
 
 
 def tightest_memory_limit() -> MemoryLimit | None:
@@ -131,12 +118,11 @@ def tightest_memory_limit() -> MemoryLimit | None:
     return min(_memory_limits(), key=lambda limit: limit.headroom_bytes, default=None)
 
 
-def _meminfo(name: str) -> int | None:
-    """An entry in bytes, such as MemAvailable (since Linux 3.14)."""
+def _bytes_in(path: Path, name: str) -> int | None:
+    """An entry of a file of the kernel's, such as MemAvailable (since Linux 3.14)."""
     try:
-        lines = MEMINFO.read_text().splitlines()
-        values = {name: int(text.split()[0]) * 1024 for name, _, text in (line.partition(":") for line in lines)}
-        return values.get(name)
+        lines = path.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
     except (OSError, ValueError, IndexError):
         return None
 

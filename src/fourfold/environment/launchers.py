@@ -7,56 +7,34 @@ Slurm step  the processes that one `srun` starts. An `salloc` shell and a batch 
 node list   "gpu[01-03,07],login": host names, with ranges in brackets, read without Slurm
 task counts "2(x3),1": how many tasks each node has, in the order of the node list
 Law: the first launcher of the table whose rank variable is set started this process (torchrun runs inside srun and
-mpirun inside salloc, never the other way round). Incomplete variables are a LaunchError. An invalid list of Slurm
-raises ValueError; a long range costs nothing until its names are read.
+mpirun inside salloc, never the other way round). Incomplete variables are a LaunchError.
 """
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fourfold.words.comma_lists import split_at_commas
 from fourfold.words.errors import LaunchError, Problem
 
 # ---- lists of Slurm --------------------------------------------------------------------------------------------------
 
 
-_PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = r"\d++(?:-\d++)?+"
+_ENTRY = re.compile(rf"(?:[^\[\],\s]++|\[{_RANGE}(?:,{_RANGE})*+\])++")
+_NODELIST = re.compile(rf"{_ENTRY.pattern}(?:,{_ENTRY.pattern})*+")
+_BRACKET = re.compile(r"\[(\d++)-?+(\d*+)[^\[\]]*+\]")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def expand_nodelist(text: str) -> Iterator[str]:
-    """The host names of a node list, in order: "n[08-10]" gives n08, n09, n10. Raises ValueError."""
-    for entry in split_at_commas(text, "[]"):
-        parts = _PART.findall(entry)
-        if not parts or "".join(parts) != entry:
-            raise ValueError(f"a node list {text!r}")
-        yield from _expand_parts(parts, text)
-
-
-def _expand_parts(parts: list[str], text: str) -> Iterator[str]:
-    """Every name of an entry; the last bracket varies fastest."""
-    if not parts:
-        yield ""
-        return
-    first, remaining = parts[0], parts[1:]
-    for head in _expand_bracket(first[1:-1], text) if first.startswith("[") else (first,):
-        for tail in _expand_parts(remaining, text):
-            yield head + tail
-
-
-def _expand_bracket(inner: str, text: str) -> Iterator[str]:
-    for part in inner.split(","):
-        match = _RANGE.fullmatch(part)
-        if not match:
-            raise ValueError(f"a node list {text!r}")
-        low, high = match[1], match[2] or match[1]
-        if int(high) < int(low):
-            raise ValueError(f"a node list {text!r}")
-        for number in range(int(low), int(high) + 1):
-            yield f"{number:0{len(low)}}"
+def first_host(text: str) -> str:
+    """The first host name of a node list: n08 of "n[08-10],m1". Raises ValueError."""
+    entry = _ENTRY.match(text)
+    if entry is None or not _NODELIST.fullmatch(text):
+        raise ValueError(f"a node list {text!r}")
+    if any(stop and int(stop) < int(start) for start, stop in _BRACKET.findall(entry[0])):
+        raise ValueError(f"a node list {text!r}")
+    return _BRACKET.sub(r"\1", entry[0])
 
 
 def parse_task_counts(text: str) -> list[int]:

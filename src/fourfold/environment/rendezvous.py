@@ -91,7 +91,7 @@ def find_rendezvous(
         raise _missing_address_error(rank_info)
     nodes = environ[variable]
     try:
-        return TCPRendezvous(next(launchers.expand_nodelist(nodes)), master_port(environ))
+        return TCPRendezvous(launchers.first_host(nodes), master_port(environ))
     except ValueError:
         problem = Problem(f"{variable} = {nodes}", "a node list such as n[01-04]", _suggestion(rank_info))
         raise LaunchError(problem, where="the environment (Slurm)") from None

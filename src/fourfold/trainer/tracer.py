@@ -78,7 +78,7 @@ class _OpenGather(_OpenSpan):
             super().__exit__(*error)
 
 
-class SpanRecorder:
+class SpanRecorder(Recorder):
     """A recorder that keeps the spans of one rank in one step."""
 
     def __init__(self) -> None:

@@ -21,51 +21,42 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # what torch.manual_seed takes
 
 def int_problems(name: str, value: Any, *, minimum: int, optional: bool = False, attempt: str = "") -> list[Problem]:
     """Require an integer of at least `minimum`; `optional` also allows None."""
-    if value is None and optional:
-        return []
-    if is_int(value) and value >= minimum:
-        return []
-    return [Problem(format_argument(name, value), f"a whole number of at least {minimum}{_or_none(optional)}", attempt)]
+    is_valid = is_int(value) and value >= minimum
+    return _problems(
+        name, value, f"a whole number of at least {minimum}", attempt, is_valid=is_valid, optional=optional
+    )
 
 
 def positive_problems(name: str, value: Any, *, optional: bool = False, attempt: str = "") -> list[Problem]:
     """Require a number above 0, infinity included; `optional` also allows None."""
-    if value is None and optional:
-        return []
-    if is_real(value) and value > 0:
-        return []
-    return [Problem(format_argument(name, value), f"a number above 0{_or_none(optional)}", attempt)]
+    is_valid = is_real(value) and value > 0
+    return _problems(name, value, "a number above 0", attempt, is_valid=is_valid, optional=optional)
 
 
 def seed_problems(value: Any, name: str = "seed") -> list[Problem]:
     """Require a seed that torch's generators accept."""
-    if is_int(value) and MIN_SEED <= value <= MAX_SEED:
-        return []
-    return [Problem(format_argument(name, value), "a whole number from -2**63 to 2**64 - 1", f"{name}=0")]
+    is_valid = is_int(value) and MIN_SEED <= value <= MAX_SEED
+    return _problems(name, value, "a whole number from -2**63 to 2**64 - 1", f"{name}=0", is_valid=is_valid)
 
 
 def tensor_rule_problems(name: str, value: Any) -> list[Problem]:
     """Rules of the tensor axis are texts by pattern; what they mean is checked with the model."""
-    if isinstance(value, Mapping) and all(isinstance(each, str) for pair in value.items() for each in pair):
-        return []
-    need = "a dict from patterns of module names to styles"
-    return [Problem(format_argument(name, value), need, f'{name}={{"*.up": "column", "*.down": "row"}}')]
+    is_valid = isinstance(value, Mapping) and all(isinstance(each, str) for pair in value.items() for each in pair)
+    need, attempt = "a dict from patterns of module names to styles", f'{name}={{"*.up": "column", "*.down": "row"}}'
+    return _problems(name, value, need, attempt, is_valid=is_valid)
 
 
 def str_problems(
     name: str, value: Any, *, optional: bool = False, path: bool = False, attempt: str = ""
 ) -> list[Problem]:
     """Require a string; `path` also allows an object such as pathlib.Path."""
-    if isinstance(value, str) or (value is None and optional) or (path and isinstance(value, os.PathLike)):
-        return []
-    return [Problem(format_argument(name, value), f"a {'path' if path else 'string'}{_or_none(optional)}", attempt)]
+    is_valid = isinstance(value, str) or (path and isinstance(value, os.PathLike))
+    return _problems(name, value, f"a {'path' if path else 'string'}", attempt, is_valid=is_valid, optional=optional)
 
 
 def callable_problems(name: str, value: Any, *, need: str, optional: bool = False, attempt: str = "") -> list[Problem]:
     """Require a callable."""
-    if callable(value) or (value is None and optional):
-        return []
-    return [Problem(format_argument(name, value), need + _or_none(optional), attempt)]
+    return _problems(name, value, need, attempt, is_valid=callable(value), optional=optional)
 
 
 def optimizer_factory_problems(value: Any) -> list[Problem]:
@@ -109,17 +100,14 @@ def scheduler_factory_problems(value: Any) -> list[Problem]:
 
 def instance_problems(name: str, value: Any, kind: type, *, optional: bool = False, attempt: str = "") -> list[Problem]:
     """Require an instance of `kind`."""
-    if isinstance(value, kind) or (value is None and optional):
-        return []
-    return [Problem(format_argument(name, value), f"a {kind.__name__}{_or_none(optional)}", attempt)]
+    return _problems(name, value, f"a {kind.__name__}", attempt, is_valid=isinstance(value, kind), optional=optional)
 
 
 def tokenizer_problems(name: str, value: Any) -> list[Problem]:
     """Require a tokenizer as transformers' are, or None."""
-    if value is None or (callable(getattr(value, "save_pretrained", None)) and not isinstance(value, type)):
-        return []
-    need, attempt = "an object with save_pretrained(folder), or None", "transformers.AutoTokenizer.from_pretrained(…)"
-    return [Problem(format_argument(name, value), need, attempt)]
+    is_valid = callable(getattr(value, "save_pretrained", None)) and not isinstance(value, type)
+    need, attempt = "an object with save_pretrained(folder)", "transformers.AutoTokenizer.from_pretrained(…)"
+    return _problems(name, value, need, attempt, is_valid=is_valid, optional=True)
 
 
 def name_list_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
@@ -140,9 +128,7 @@ def unknown_name_problems(what: str, names: Iterable[str], known: Sequence[str])
 
 def mapping_problems(name: str, value: Any, *, optional: bool = False) -> list[Problem]:
     """Require a mapping; `optional` also allows None."""
-    if isinstance(value, Mapping) or (value is None and optional):
-        return []
-    return [Problem(format_argument(name, value), f"a dict{_or_none(optional)}")]
+    return _problems(name, value, "a dict", is_valid=isinstance(value, Mapping), optional=optional)
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -165,5 +151,9 @@ def format_argument(name: str, value: Any) -> str:
     return f"{name} of type {type(value).__name__}"
 
 
-def _or_none(optional: bool) -> str:
-    return ", or None" if optional else ""
+def _problems(
+    name: str, value: Any, need: str, attempt: str = "", *, is_valid: bool, optional: bool = False
+) -> list[Problem]:
+    if is_valid or (value is None and optional):
+        return []
+    return [Problem(format_argument(name, value), need + (", or None" if optional else ""), attempt)]

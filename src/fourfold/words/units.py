@@ -9,6 +9,7 @@ Law: a number without a unit is refused, but for 0, and so is a unit of another 
 import enum
 import math
 import re
+from collections.abc import Sequence
 
 from fourfold.words.errors import Problem
 
@@ -101,10 +102,13 @@ BINARY_PREFIXES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def format_si(value: float) -> str:
     """A measured number with three digits and a prefix: 12.3 k, 4.56 M."""
-    for factor, prefix in SI_PREFIXES:
-        if value >= 0.9995 * factor:
-            return f"{format_three_digits(value / factor)} {prefix}"
-    return format_three_digits(value)
+    factor, prefix = _prefix_of(value, (*SI_PREFIXES, (1.0, "")))
+    return f"{format_three_digits(value / factor)} {prefix}".rstrip()
+
+
+def _prefix_of(value: float, prefixes: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The first prefix with which the value is at least 1, in three digits; else the last one."""
+    return next((each for each in prefixes if value >= 0.9995 * each[0]), prefixes[-1])
 
 
 def format_three_digits(value: float) -> str:
@@ -119,10 +123,8 @@ def format_count(number: int) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """Bytes of memory, of a file or of a message: 812 B, 1.23 KiB, 4.56 MiB."""
-    for factor, unit in BINARY_PREFIXES:
-        if num_bytes >= 0.9995 * factor:
-            return f"{format_three_digits(num_bytes / factor)} {unit}"
-    return f"{num_bytes:.0f} B"
+    factor, unit = _prefix_of(num_bytes, (*BINARY_PREFIXES, (1, "B")))
+    return f"{num_bytes:.0f} B" if factor == 1 else f"{format_three_digits(num_bytes / factor)} {unit}"
 
 
 def format_bytes_per_second(rate: float) -> str:
@@ -141,9 +143,7 @@ def format_step_seconds(seconds: float) -> str:
     """How long a step takes: 840 µs, 41.2 ms, 3.53 s, 1,240 s."""
     if seconds >= 999.5:
         return f"{seconds:,.0f} s"
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= 0.9995 * factor or unit == "µs":
-            break
+    factor, unit = _prefix_of(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
     return f"{format_three_digits(seconds / factor)} {unit}"
 
 
