@@ -13,6 +13,7 @@ from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.run import resolve
 from fourfold.trainer.callbacks.registry import SHIPPED, callback_options, make_shipped, shipped_class
 from fourfold.words.errors import SettingError
+from fourfold.words.field import value_text
 from tests.jobs import parse_job
 
 ROOT = Path(__file__).parents[2]
@@ -82,9 +83,8 @@ def test_what_is_wrong_is_named_with_what_to_try(words, needs):
     ("mine.py:Mine", {}, "need csv, early_stopping"),
     ("os.system", {}, "need csv, early_stopping"),
     ("csv", {"path": "x"}, "an option of csv: folder"),
-    ("early_stopping", {"patience": "3"}, "need a whole number"),
-    ("early_stopping", {"patience": True}, "need a whole number"),
-    ("wandb", {"settings": {}}, "an option of wandb: project, entity, mode, every"),
+    ("early_stopping", {"patience": "true"}, "need a whole number"),
+    ("wandb", {"settings": "{}"}, "an option of wandb: project, entity, mode, every"),
 ])  # fmt: skip
 def test_a_settings_file_can_name_only_shipped_callbacks_and_their_options(name, options, need):
     with pytest.raises(SettingError, match=need):
@@ -93,7 +93,7 @@ def test_a_settings_file_can_name_only_shipped_callbacks_and_their_options(name,
 
 def test_every_shipped_callback_is_made_from_its_name_and_default_options():
     for name in SHIPPED:
-        defaults = {key: option.default for key, option in callback_options(name).items()}
+        defaults = {key: value_text(option.default) for key, option in callback_options(name).items()}
         assert type(make_shipped(name, defaults)) is shipped_class(name)
     assert type(make_shipped("csv", {})) is CSV
 

@@ -10,6 +10,7 @@ import pytest
 from fourfold.trainer.progress import (
     LOG_INTERVAL_SECONDS,
     Progress,
+    ProgressLine,
     fit_to_width,
     format_cells,
     format_duration,
@@ -17,7 +18,6 @@ from fourfold.trainer.progress import (
     format_loss,
 )
 from fourfold.trainer.run_logger import RunResult, format_summary
-from fourfold.words.progress import ProgressLine
 
 
 def line(step: int, *, steps: int = 1000, seconds_left: float | None = 60.0) -> ProgressLine:

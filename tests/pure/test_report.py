@@ -22,7 +22,7 @@ from fourfold.step.step_runner import Metrics
 from fourfold.trace.trace_file import Event, Trace
 from fourfold.trainer import progress
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
-from fourfold.trainer.meters import Throughput
+from fourfold.trainer.run_logger import Throughput
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace

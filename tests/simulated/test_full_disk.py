@@ -341,8 +341,9 @@ def test_ranks_hold_and_save_their_result_together(zero, tmp_path, monkeypatch):
         run = ThreadRun(Case(zero=zero), comm, tmp_path)
         run.run_steps(0, 2)
         run.checkpoints.save(TrainingProgress(2))
-        how: dict[str, Any] = {"last": 2, "wait_seconds": 600, "is_stopping": lambda: False}
-        is_saved = loop.wait_until_saved(run.checkpoints, run.step, run.log, **how)
+        parts = {"state": SimpleNamespace(step=run.step), "settings": SimpleNamespace(disk_seconds=600)}
+        held: Any = SimpleNamespace(checkpoints=run.checkpoints, logger=run.log, stop_signal=lambda: 0, **parts)
+        is_saved = loop.TrainingLoop.wait_until_saved(held, 2)
         run.step.all_gather_json(None)  # each rank has removed an earlier attempt's weights
         return is_saved, run.checkpoints.save_weights(TrainingProgress(2))[1]
 

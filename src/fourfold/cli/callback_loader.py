@@ -41,11 +41,6 @@ def load_callbacks(spec: str | None, options: Mapping[str, str], *, runs_files: 
     return loaded
 
 
-def check_callbacks(spec: str | None, options: Mapping[str, str]) -> None:
-    """Raise SettingError for what `load_callbacks` will refuse. A callback in a file is not run here."""
-    load_callbacks(spec, options, runs_files=False)
-
-
 def options_of_file(file: ParsedValues, words: ParsedValues, *, path: str) -> dict[str, str]:
     """The options of a settings file that hold with these words of the command; `callback=none` takes away all.
 
@@ -77,24 +72,8 @@ def _load(name: str, options: Mapping[str, str], *, runs_files: bool) -> list[Ca
         if member and (close := closest_if_missing(Path(file), member)) is not None:
             raise SettingError(_no_callback(file, member, close))
         return [_load_from_file(name)] if runs_files else []
-    registry.check_shipped(name)
     own = {key.partition(".")[2]: text for key, text in options.items() if key.startswith(f"{name}.")}
-    return [registry.make_shipped(name, _parse_options(name, own))]
-
-
-def _parse_options(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """The values of options. An unknown option stays a text, and `make_shipped` refuses it."""
-    known = registry.callback_options(name)
-    values: dict[str, Any] = dict(texts)
-    problems = []
-    for key in texts.keys() & known.keys():
-        try:
-            values[key] = known[key].read(f"{name}.{key}", texts[key])
-        except SettingError as error:
-            problems += error.problems
-    if problems:
-        raise SettingError(problems)
-    return values
+    return [registry.make_shipped(name, own)]
 
 
 def _load_from_file(spec: str) -> Callback:

@@ -25,7 +25,7 @@ from fourfold.cli.arguments import (
     parse_values,
     several_values,
 )
-from fourfold.cli.callback_loader import check_callbacks, options_of_file
+from fourfold.cli.callback_loader import load_callbacks, options_of_file
 from fourfold.cli.errors import ErrorCollector, is_file, nearest_file
 from fourfold.cli.settings_file import SettingsFile, read_settings_file
 from fourfold.cli.strategy import expand_strategy
@@ -240,11 +240,10 @@ class Run:
         single = (self.asked if asks_plan else self).without(lists)
         values = single.values(types, has_run_dir=has_run_dir, errors=errors)
         spec = single.texts.get(CALLBACK_WORD) if types is None else values.run.get(CALLBACK_WORD)
-        errors.attempt(check_callbacks, spec, values.callback_options)
+        errors.attempt(load_callbacks, spec, values.callback_options, runs_files=False)
         if isinstance(init := values.run.get("init"), str):
             errors.attempt(check_init_path, init)
-        if isinstance(rules := values.run.get(RULES_WORD), str):
-            errors.attempt(check_rules_path, rules)
+        errors.attempt(read_rules_setting, values.run.get(RULES_WORD))
         if "data" in self.texts and (self.task == DEFAULT_TASK or self.task.startswith(HF_PREFIX)):
             errors.attempt(resolve_text_path, self.texts["data"])
         if not (lists or asks_plan):
@@ -313,17 +312,12 @@ def read_rules_setting(given: str | Mapping[str, str] | None) -> dict[str, Mappi
     if given is None:
         return {}
     if isinstance(given, str):
-        check_rules_path(given)
-        given = read_rules(_read_text(given, f"{RULES_WORD} = {given}", RULES_NEED), where=given)
+        path, setting = Path(given), f"{RULES_WORD} = {given or '(nothing)'}"
+        if not is_file(path):
+            problem = Problem(f"{setting} (no such file)", RULES_NEED, nearest_file(path, "*.toml"))
+            raise PlanError(problem if given else Problem(setting, RULES_NEED, f"{RULES_WORD}=rules.toml"))
+        given = read_rules(_read_text(given, setting, RULES_NEED), where=given)
     return {RULES_WORD: given}
-
-
-def check_rules_path(name: str) -> None:
-    """Raise PlanError for a file that is not there."""
-    path, setting = Path(name), f"{RULES_WORD} = {name or '(nothing)'}"
-    if not is_file(path):
-        problem = Problem(f"{setting} (no such file)", RULES_NEED, nearest_file(path, "*.toml"))
-        raise PlanError(problem if name else Problem(setting, RULES_NEED, f"{RULES_WORD}=rules.toml"))
 
 
 def check_init_path(init: str) -> None:

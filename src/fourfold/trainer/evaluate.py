@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils.data import Dataset, Subset
 
 from fourfold.feed.data_input import DataInput, TaskInputs, open_input
 from fourfold.feed.evaluation_batches import EvaluationBatch, EvaluationBatches
@@ -27,7 +28,7 @@ from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.settings import Settings
 from fourfold.words.error_notes import describe_function, noting
 from fourfold.words.errors import Problem, SettingError, TaskError, closest_match
-from fourfold.words.task import Source, Task
+from fourfold.words.task import Task
 
 # ---- the evaluation --------------------------------------------------------------------------------------------------
 
@@ -36,13 +37,6 @@ class Evaluation(NamedTuple):
     """The means of the measures, and the samples that are left out of them because they are damaged."""
 
     metrics: dict[str, float]
-    damaged: tuple[DamagedRecord, ...]
-
-
-class EvaluationSums(NamedTuple):
-    """The sum and the count of each measure, which may be 0, and the damaged samples."""
-
-    sums: dict[str, list[float]]
     damaged: tuple[DamagedRecord, ...]
 
 
@@ -59,8 +53,10 @@ def evaluate(step: TrainStep, task: Task, data: Any, batch_size: int) -> Evaluat
 
 
 @torch.no_grad()
-def _evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> EvaluationSums:
-    """See `evaluate`. Collective."""
+def _evaluate_sums(
+    step: TrainStep, task: Task, data: Any, batch_size: int
+) -> tuple[dict[str, list[float]], tuple[DamagedRecord, ...]]:
+    """The sum and the count of each measure, which may be 0, and the damaged samples: see `evaluate`. Collective."""
     damaged: list[DamagedRecord] = []
     uneven_by = torch.zeros(3, dtype=torch.float64)
     sums: dict[str, list[float]] = {}
@@ -85,7 +81,7 @@ def _evaluate_sums(step: TrainStep, task: Task, data: Any, batch_size: int) -> E
     by_rank = step.all_gather_json([sums, damaged])
     for rank_sums, _ in by_rank:
         _add_pairs(totals, rank_sums)
-    return EvaluationSums(totals, records_of_ranks(each for _, each in by_rank))
+    return totals, records_of_ranks(each for _, each in by_rank)
 
 
 def _local_batches(step: TrainStep, data: DataInput, batch_size: int) -> Generator[EvaluationBatch, None, None]:
@@ -191,7 +187,7 @@ def check_measured(needs: NEEDS, step: TrainStep, task: Task, data: TaskInputs, 
     check_evaluations(needs, task, data, settings)
     if not needs or task.evaluate is None or data.valid is None:
         return
-    found = _evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size).sums
+    found, _ = _evaluate_sums(step, task, _head(data.valid, settings.batch_size), settings.batch_size)
     names = [*found, *(f"ema {name}" for name in found if settings.ema is not None)]
     check_metrics(needs, names)
 
@@ -199,18 +195,7 @@ def check_measured(needs: NEEDS, step: TrainStep, task: Task, data: TaskInputs, 
 def _head(data: DataInput, num_samples: int) -> DataInput:
     """The first samples, read in this process."""
     source = data.source
-    head = source.head(num_samples) if isinstance(source, Stream) else _Head(source, num_samples)
+    if isinstance(source, Stream):
+        return dataclasses.replace(data, source=source.head(num_samples), workers=None)
+    head = Subset(cast(Dataset[Any], source), range(min(num_samples, len(source))))
     return dataclasses.replace(data, source=head, workers=None)
-
-
-class _Head:
-    """The first samples of a source."""
-
-    def __init__(self, source: Source, num_samples: int) -> None:
-        self._source, self._num_samples = source, min(num_samples, len(source))
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self._source[index]

@@ -48,9 +48,9 @@ def links_watched(
         yield
         return
     say = logger.log_message if comm.global_rank == 0 else _print_error
-    watch, ended = LinkWatch(beats, heartbeat, say, timeout_seconds), threading.Event()
+    watch = LinkWatch(beats, heartbeat, say, timeout_seconds)
 
-    def run() -> None:
+    def run(ended: threading.Event) -> None:
         next_beat = 0.0
         while not ended.is_set():
             if time.monotonic() >= next_beat:
@@ -59,14 +59,21 @@ def links_watched(
             if lost := watch.look(beats.listen(LISTEN_SECONDS)):
                 _exit(lost, heartbeat, logger)
 
-    thread = threading.Thread(target=run, name="fourfold links", daemon=True)
+    with contextlib.closing(beats), _thread(run, name="fourfold links"):
+        yield
+
+
+@contextlib.contextmanager
+def _thread(run: Callable[[threading.Event], None], *, name: str) -> Iterator[None]:
+    """Within: a thread runs; the event ends it."""
+    ended = threading.Event()
+    thread = threading.Thread(target=run, args=(ended,), name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        beats.close()
 
 
 class LinkWatch:
@@ -167,20 +174,14 @@ def waits_shown(heartbeat: Heartbeat, logger: RunLogger) -> Iterator[None]:
     if not logger.shows_progress:
         yield
         return
-    ended = threading.Event()
 
-    def watch() -> None:
+    def watch(ended: threading.Event) -> None:
         while not ended.wait(POLL_SECONDS):
             if text := wait_text(heartbeat, time.monotonic()):
                 logger.show_wait(text)
 
-    thread = threading.Thread(target=watch, name="fourfold waits", daemon=True)
-    thread.start()
-    try:
+    with _thread(watch, name="fourfold waits"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fourfold.checkpoint.collect import TrainingState
-from fourfold.checkpoint.manager import CheckpointLog, CheckpointManager, TrainingProgress
+from fourfold.checkpoint.manager import CheckpointManager, TrainingProgress
 from fourfold.environment.known_waits import waiting_for
 from fourfold.feed.data_input import DataInput
 from fourfold.feed.feed import Feed
@@ -23,7 +23,6 @@ from fourfold.plan.damaged_samples import DamagedRecord, new_records, too_many_p
 from fourfold.plan.intervals import is_due
 from fourfold.plan.lr_schedule import LRLambda
 from fourfold.step.step_runner import Metrics
-from fourfold.step.train_step import TrainStep
 from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
@@ -47,12 +46,12 @@ from fourfold.words.measures import AVERAGED_STEPS, is_better, training_loss
 from fourfold.words.task import Task
 from fourfold.words.units import format_bytes
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """What the steps of a run work on."""
+    """What the steps of a run work on. `stop_signal` returns the stop signal this rank has received, or 0."""
 
     task: Task
     state: TrainingState
@@ -64,23 +63,21 @@ class TrainingLoop:
     heartbeat: Heartbeat
     memory: MemoryLog
     callbacks: CallbackRunner
+    stop_signal: Callable[[], int]
 
-    def run_steps(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> TrainingProgress:
+    def run_steps(self, progress: TrainingProgress) -> TrainingProgress:
         """Train from `progress` to the last step, or to the one after which a callback wants to stop.
 
-        `stop_signal` returns the stop signal this rank has received, or 0. Raises StoppedError if any rank has received
-        one.
+        Raises StoppedError if any rank has received a stop signal.
         """
         feed = self._feed
         feed.check_peers = self.state.step.check_peers
         # End the prefetch thread here, however the steps end: at interpreter exit it would abort the process inside
         # torch.
         with contextlib.closing(feed.repeat()) as batches:
-            return self._run_steps(progress, stop_signal, batches)
+            return self._run_steps(progress, batches)
 
-    def _run_steps(
-        self, progress: TrainingProgress, stop_signal: Callable[[], int], batches: Iterator[Any]
-    ) -> TrainingProgress:
+    def _run_steps(self, progress: TrainingProgress, batches: Iterator[Any]) -> TrainingProgress:
         step, settings = self.state.step, self.settings
         last, period = settings.steps, step.plan.sync_interval
         stragglers, meter = StragglerDetector(step, self.logger), DataMeter(step, self._feed, self.logger)
@@ -93,7 +90,7 @@ class TrainingLoop:
             number = progress.step
             if lr_factor is not None:
                 self._set_lr(lr_factor, number)
-            metrics = self._train_step(number + 1, batches, meter, stop_signal)
+            metrics = self._train_step(number + 1, batches, meter)
             lr = step.optimizer.param_groups[0]["lr"]
             if self.state.scheduler is not None:
                 self.state.scheduler.step_done()
@@ -109,15 +106,13 @@ class TrainingLoop:
             if progress.step < last and step.is_synchronized:
                 if step.stop_requested:
                     meter.end_segment()
-                    progress = self._stop(progress, stop_signal())
+                    progress = self._stop(progress, self.stop_signal())
                 if progress.stopped is None:
                     progress = self._evaluate_and_save_if_due(progress, period)
         meter.end_segment()
         return progress
 
-    def _train_step(
-        self, number: int, batches: Iterator[Any], meter: DataMeter, stop_signal: Callable[[], int]
-    ) -> Metrics:
+    def _train_step(self, number: int, batches: Iterator[Any], meter: DataMeter) -> Metrics:
         """Read the batch of step `number`, and train with it. An error of the user's code has a note with both."""
         step, batch = self.state.step, None
         try:
@@ -125,7 +120,7 @@ class TrainingLoop:
                 with recorder.reading():
                     batch = next(batches)
                 meter.batch_read(batch)
-                step.request_stop(stop_signal() > 0 or self.callbacks.stop_reason is not None)
+                step.request_stop(self.stop_signal() > 0 or self.callbacks.stop_reason is not None)
                 return step(batch)
         except Exception as error:
             if not isinstance(error, FourfoldError):
@@ -257,13 +252,14 @@ class TrainingLoop:
         is_best = is_better(value, progress.best, self.settings.best_mode)
         return progress._replace(valid=valid, best=value if is_best else progress.best, damaged=damaged)
 
-    def _wait_until_saved(self, progress: TrainingProgress, stop_signal: Callable[[], int]) -> None:
+    # ---- until the disk has the last step
+
+    def _write_last(self, progress: TrainingProgress) -> None:
         """The last checkpoint is on the disk when this returns. Collective. Raises StoppedError and TrainingError."""
         step, checkpoints = self.state.step, self.checkpoints
-        how = {"last": progress.step, "wait_seconds": self.settings.disk_seconds}
-        if wait_until_saved(checkpoints, step, self.logger, **how, is_stopping=lambda: stop_signal() > 0):
+        if self.wait_until_saved(progress.step):
             return
-        number = stop_signal()
+        number = self.stop_signal()
         is_stopped = any(step.all_gather_json(number))
         folder, failure = checkpoints.save_weights(progress)
         if failure := step.all_gather_json(failure)[0]:
@@ -271,7 +267,45 @@ class TrainingLoop:
         weights = None if failure else folder
         if is_stopped:
             self.save_and_stop(progress, number, weights)
-        _raise_not_saved(checkpoints, step, progress, weights=weights, failure=failure)
+        resumed, reason = step.all_gather_json([checkpoints.newest_step(), checkpoints.last_reason])[0]
+        got = f"all {progress.step} steps are done, but the last checkpoint could not be written: {reason}"
+        attempt = f"the same command, which {f'resumes from step {resumed}' if resumed else 'starts over'}"
+        if weights is None:
+            got = f"{got}; nor could the weights alone: {failure}"
+        else:
+            attempt = f"fourfold checkpoint export {weights}, which has the weights; or {attempt}"
+        raise TrainingError(Problem(got, "a disk that can be written and has room", attempt), where="training")
+
+    def wait_until_saved(self, last: int) -> bool:
+        """Wait for the checkpoint of step `last`, and write it again while it fails. Collective.
+
+        Returns whether it is written: not if `disk_seconds` have passed, or any rank is asked to stop. Raises PeerError
+        if a rank died while it wrote its file.
+        """
+        checkpoints, log, wait_seconds = self.checkpoints, self.logger, self.settings.disk_seconds
+        begin, has_said = time.monotonic(), False
+        while True:
+            checkpoints.wait_for_writer()
+            reasons = checkpoints.take_failures()
+            own = checkpoints.is_saved(last), time.monotonic() - begin < wait_seconds, self.stop_signal() > 0
+            views = self.state.step.all_gather_json(own)
+            (is_saved, has_time, _), is_stopped = views[0], any(view[2] for view in views)
+            if is_saved or is_stopped or not has_time:
+                if is_saved:
+                    checkpoints.remove_weights()  # an earlier attempt's
+                if is_saved and has_said:
+                    log.log_message(f"the checkpoint of step {last} is written")
+                return is_saved
+            if reasons and not has_said:
+                has_said = True
+                held = f"the result of {format_bytes(checkpoints.num_bytes)} is held in memory"
+                wait = f"written as soon as the disk takes it: waiting up to {wait_seconds} s (disk_seconds)"
+                log.log_message(f"warning: {reasons[0].got}; {held}, and {wait}")
+            with waiting_for("room on the disk"):
+                time.sleep(RETRY_SECONDS)
+            checkpoints.save_again()
+
+    # ---- the end
 
     def _make_sample(self) -> Any:
         """What the task's `sample` returns, by the averaged weights where there are some. Collective."""
@@ -284,7 +318,7 @@ class TrainingLoop:
             # The stages and tensor ranks of a place call the model together; rank 0's text is that of all.
             return self.task.sample(model) if step.rank in step.plan.mesh.peers(0, "pp", "tp") else None
 
-    def finish(self, progress: TrainingProgress, seconds: float, stop_signal: Callable[[], int]) -> RunResult:
+    def finish(self, progress: TrainingProgress, seconds: float) -> RunResult:
         """The last evaluation, checkpoint and sample; logs and returns the result. Collective."""
         step = self.state.step
         step.flush()
@@ -297,7 +331,7 @@ class TrainingLoop:
                 self.checkpoints.save(progress._replace(callbacks=self.callbacks.state_dicts()))
             sample = self._make_sample()
             if self.settings.checkpoint_every:
-                self._wait_until_saved(progress, stop_signal)
+                self._write_last(progress)
         self.heartbeat.mark_done()  # not before: a launcher that is asked to stop waits for ranks that save
         self.tracer.write_again()
         self._report_checkpoints()
@@ -340,60 +374,3 @@ def _check_lr_factor(factor: Any, step: int) -> float:
         if math.isfinite(value := float(factor)):
             return value
     raise TaskError(Problem(f"the schedule's factor at step {step + 1} is {factor!r}", "a finite number"))
-
-
-# ---- the end: until the disk has the last step -----------------------------------------------------------------------
-
-
-RETRY_SECONDS = 5.0
-
-
-def wait_until_saved(
-    checkpoints: CheckpointManager,
-    step: TrainStep,
-    log: CheckpointLog,
-    *,
-    last: int,
-    wait_seconds: int,
-    is_stopping: Callable[[], bool],
-) -> bool:
-    """Wait for the checkpoint of step `last`, and write it again while it fails. Collective.
-
-    Returns whether it is written: not if `wait_seconds` have passed, or `is_stopping()` on any rank. Raises PeerError
-    if a rank died while it wrote its file.
-    """
-    begin, has_said = time.monotonic(), False
-    while True:
-        checkpoints.wait_for_writer()
-        reasons = checkpoints.take_failures()
-        own = checkpoints.is_saved(last), time.monotonic() - begin < wait_seconds, is_stopping()
-        views = step.all_gather_json(own)
-        (is_saved, has_time, _), is_stopped = views[0], any(view[2] for view in views)
-        if is_saved or is_stopped or not has_time:
-            if is_saved:
-                checkpoints.remove_weights()  # an earlier attempt's
-            if is_saved and has_said:
-                log.log_message(f"the checkpoint of step {last} is written")
-            return is_saved
-        if reasons and not has_said:
-            has_said = True
-            held = f"the result of {format_bytes(checkpoints.num_bytes)} is held in memory"
-            wait = f"written as soon as the disk takes it: waiting up to {wait_seconds} s (disk_seconds)"
-            log.log_message(f"warning: {reasons[0].got}; {held}, and {wait}")
-        with waiting_for("room on the disk"):
-            time.sleep(RETRY_SECONDS)
-        checkpoints.save_again()
-
-
-def _raise_not_saved(
-    checkpoints: CheckpointManager, step: TrainStep, progress: TrainingProgress, *, weights: Path | None, failure: str
-) -> NoReturn:
-    """Raise the TrainingError of a run whose last checkpoint is not written. Collective."""
-    resumed, reason = step.all_gather_json([checkpoints.newest_step(), checkpoints.last_reason])[0]
-    got = f"all {progress.step} steps are done, but the last checkpoint could not be written: {reason}"
-    attempt = f"the same command, which {f'resumes from step {resumed}' if resumed else 'starts over'}"
-    if weights is None:
-        got = f"{got}; nor could the weights alone: {failure}"
-    else:
-        attempt = f"fourfold checkpoint export {weights}, which has the weights; or {attempt}"
-    raise TrainingError(Problem(got, "a disk that can be written and has room", attempt), where="training")

@@ -13,7 +13,6 @@ step.
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,31 +30,17 @@ from fourfold.words.task import Task
 FIRST_MEASURED_STEP = 3
 
 
-class RankMemory(NamedTuple):
-    """Bytes of one rank. `before_bytes`: resident before its model was made. None: the system does not say."""
-
-    kept_bytes: int
-    peak_bytes: int | None
-    before_bytes: int | None
-    device_bytes: int | None
-
-
-class MemoryBaseline(NamedTuple):
-    """What is known before the first step.
+class MemoryLog:
+    """Writes the memory of all ranks into a run's log.
 
     before_bytes  resident before the model was made; None: the system does not say
     predicted     see `predict_bytes`; None on all ranks but 0, and where the model cannot be made without memory
     """
 
-    before_bytes: int | None
-    predicted: Mapping[str, float] | None
-
-
-class MemoryLog:
-    """Writes the memory of all ranks into a run's log."""
-
-    def __init__(self, step: TrainStep, logger: RunLogger, baseline: MemoryBaseline) -> None:
-        self._step, self._logger, self._baseline = step, logger, baseline
+    def __init__(
+        self, step: TrainStep, logger: RunLogger, *, before_bytes: int | None, predicted: Mapping[str, float] | None
+    ) -> None:
+        self._step, self._logger, self._before_bytes, self._predicted = step, logger, before_bytes, predicted
 
     def log_first(self, step_number: int) -> None:
         """After a step: log, if it is the one from which on memory does not grow. Collective."""
@@ -64,15 +49,15 @@ class MemoryLog:
 
     def log(self, step_number: int) -> None:
         """Log what all ranks hold after a step. Collective."""
-        ranks = self._step.all_gather_json(self._measure()._asdict())
-        predicted = self._baseline.predicted
-        self._logger.write_record({"memory": {"step": step_number, "predicted": predicted, "ranks": ranks}})
-
-    def _measure(self) -> RankMemory:
         device = self._step.device
-        on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        kept_bytes = memory_use().total_bytes
-        return RankMemory(kept_bytes, resident_bytes("VmHWM"), self._baseline.before_bytes, on_device)
+        own = {
+            "kept_bytes": memory_use().total_bytes,
+            "peak_bytes": resident_bytes("VmHWM"),
+            "before_bytes": self._before_bytes,
+            "device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        }
+        ranks = self._step.all_gather_json(own)
+        self._logger.write_record({"memory": {"step": step_number, "predicted": self._predicted, "ranks": ranks}})
 
 
 def predict_bytes(task: Task, step: TrainStep, meta_model: nn.Module | None) -> dict[str, float] | None:

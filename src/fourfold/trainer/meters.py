@@ -1,4 +1,4 @@
-"""Meters: how fast a run goes, how long it waits for its batches, and which rank the others wait for.
+"""Meters: how long a run waits for its batches, and which rank the others wait for.
 
 segment    of waits for data: whole epochs of at least MIN_STEPS steps, or MAX_STEPS steps: one line of the log
 busy       seconds of a step that a rank spends on its own work, by phase; neither waiting for other ranks is part of
@@ -6,34 +6,24 @@ busy       seconds of a step that a rank spends on its own work, by phase; neith
 straggler  a rank that is busy for more than STRAGGLER_FACTOR times the median of the others, and for at least
            MIN_EXCESS_SECONDS longer, in each of the segments of WINDOW_STEPS steps that are judged together
 others     the ranks that do the same work on other samples and tokens: those that differ on dp and cp only
-Law: the time between the ends of two steps counts as a whole, with reading data, evaluations and checkpoints. Ranks
-exchange their waits once in a segment, their busy times once in WINDOW_STEPS steps; no other step communicates for
-this. A straggler is reported once, with what it spends its time on. It keeps running.
+Law: ranks exchange their waits once in a segment, their busy times once in WINDOW_STEPS steps; no other step
+communicates for this. A straggler is reported once, with what it spends its time on. It keeps running.
 Law: a rank is judged by its typical step, so neither a slow step nor a processor that others use makes a straggler.
 """
 
 import dataclasses
 import socket
-import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
-from typing import Any, Protocol
+from typing import Any
 
 from fourfold.feed.feed import Feed
 from fourfold.step.step_runner import Metrics
 from fourfold.step.train_step import TrainStep
 from fourfold.trace.utilization import TrainedStep, Window, longest_waiting, sum_known, training_window
-from fourfold.words.measures import (
-    AVERAGED_STEPS,
-    count_units,
-    recent_rate,
-    remaining_seconds,
-    waiting_fraction,
-)
+from fourfold.trainer.run_logger import RunLogger
 from fourfold.words.mesh import Mesh
-from fourfold.words.progress import ProgressLine
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------
 
@@ -101,64 +91,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
 
 
-# ---- throughput ------------------------------------------------------------------------------------------------------
-
-
-class Throughput:
-    """The clock of a run on one rank."""
-
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
-        """What is counted: what was asked for, or samples if the first step shows nothing else."""
-        self.num_units = 0.0
-        """Of all steps since `restart`."""
-        self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
-        self.restart()
-
-    def restart(self) -> None:
-        """The run begins now, or resumes."""
-        self._start_time = time.perf_counter()
-        self.num_steps, self._first_end = 0, 0.0
-        # Of the recent steps, and of the one before them: the time in between includes reading data.
-        self._ends: deque[float] = deque(maxlen=AVERAGED_STEPS + 1)
-
-    def add_step(self, metrics: Metrics) -> float:
-        """A step has ended just now; returns what is counted of it."""
-        counts = {"samples": metrics.samples, "tokens": metrics.tokens, "targets": metrics.targets}
-        units, shown = count_units(self.unit, **counts)
-        self.unit = self.unit if self._recent_metrics else shown
-        self.num_units += units
-        self._recent_metrics.append((units, metrics))
-        self._ends.append(time.perf_counter() - self._start_time)
-        self.num_steps += 1
-        if self.num_steps == 1:
-            self._first_end = self.elapsed_seconds
-        return units
-
-    @property
-    def units_per_second(self) -> float:
-        """Over all ranks, the mean of the last steps."""
-        return recent_rate([units for units, _ in self._recent_metrics], [*self._ends])
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """From the start to the end of the last step."""
-        return self._ends[-1]
-
-    def progress_line(self, step: int, *, num_steps: int, loss: float) -> ProgressLine:
-        """Where the run stands after `step`."""
-        done, ends = self.num_steps, {"first_end": self._first_end, "last_end": self.elapsed_seconds}
-        return ProgressLine(
-            step=step,
-            num_steps=num_steps,
-            loss=loss,
-            units_per_second=self.units_per_second,
-            unit=self.unit,
-            waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
-            remaining_seconds=remaining_seconds(done, num_steps - step, **ends),
-        )
-
-
 # ---- waits for data --------------------------------------------------------------------------------------------------
 
 
@@ -169,17 +101,10 @@ MICROSECONDS = 1e6
 DATA_KEY = "data"
 
 
-class DataLog(Protocol):
-    """Where segments are reported; on ranks other than 0 it does nothing."""
-
-    def write_record(self, record: Mapping[str, Any]) -> None: ...
-    def log_message(self, text: str) -> None: ...
-
-
 class DataMeter:
     """The waits of this rank's steps since the last segment."""
 
-    def __init__(self, step: TrainStep, feed: Feed, log: DataLog) -> None:
+    def __init__(self, step: TrainStep, feed: Feed, log: RunLogger) -> None:
         self._step, self._feed, self._log = step, feed, log
         self._steps: list[TrainedStep] = []
         self._is_epoch_start, self._has_warned = True, False
@@ -252,17 +177,10 @@ WINDOW_STEPS = SEGMENT_STEPS * NUM_SEGMENTS
 DATA = "data"
 
 
-class StragglerLog(Protocol):
-    """Where stragglers are reported; on ranks other than 0 it does nothing."""
-
-    def write_record(self, record: Mapping[str, Any]) -> None: ...
-    def log_message(self, text: str) -> None: ...
-
-
 class StragglerDetector:
     """What this rank's last steps were spent on."""
 
-    def __init__(self, step: TrainStep, log: StragglerLog) -> None:
+    def __init__(self, step: TrainStep, log: RunLogger) -> None:
         self._step, self._log = step, log
         self._steps: list[dict[str, float]] = []
         self._reported_ranks: set[int] = set()

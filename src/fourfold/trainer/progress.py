@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TextIO
 from fourfold.environment.launchers import OPEN_MPI, detected_launchers
 from fourfold.environment.standard_streams import print_stderr, redirect_to_null
 from fourfold.words.errors import os_error_text
-from fourfold.words.progress import ProgressLine
 from fourfold.words.terminal_text import escape_controls, wrap_lines
 from fourfold.words.units import format_si, format_three_digits
 
@@ -33,6 +32,25 @@ NUM_LOG_LINES = 20
 LOG_INTERVAL_SECONDS = (2.0, 60.0)  # least and most between two lines of a log
 BAR_WIDTHS = (30, 20, 10)  # the widest that fits is drawn; none on a narrower terminal
 MIN_CELLS = 2  # step and loss
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressLine:
+    """Where a run stands. Loss, throughput and waiting are means of the last steps.
+
+    units_per_second  over all ranks
+    waiting_fraction  see `measures.waiting_fraction`
+    wait              what the run waits for at the moment; "" while it trains
+    """
+
+    step: int
+    num_steps: int
+    loss: float
+    units_per_second: float
+    unit: str
+    waiting_fraction: float
+    remaining_seconds: float | None
+    wait: str = ""
 
 
 class Progress:
@@ -59,7 +77,7 @@ class Progress:
     def start(self, text: str) -> None:
         """Begin; `text` says what runs and how."""
         self._began_at = self._clock()
-        self._print(text)
+        self.print_message(text)
 
     def show_step(self, line: ProgressLine) -> None:
         """Show a finished step, if a redraw or a line of the log is due."""
@@ -80,16 +98,12 @@ class Progress:
         if self._last is not None:
             self._draw(dataclasses.replace(self._last, wait=text))
         elif is_due:
-            self._print(text)
-
-    def print_message(self, text: str) -> None:
-        """Print a message above the line."""
-        self._print(text)
+            self.print_message(text)
 
     def finish(self, text: str) -> None:
         """End after a successful run: the last step's line, then `text`."""
         self.close()
-        self._print(text)
+        self.print_message(text)
 
     def close(self) -> None:
         """Show the last step, if that is still to do, and give the terminal back. Further calls do nothing."""
@@ -116,7 +130,7 @@ class Progress:
     def _draw_now(self, line: ProgressLine) -> None:
         console = self._get_console()
         if not self._is_live():
-            self._print(format_log_line(line))
+            self.print_message(format_log_line(line))
             return
         if self._live is None:
             from rich.live import Live
@@ -132,7 +146,8 @@ class Progress:
             Text.assemble(*fit_to_width(line, console.width), no_wrap=True, overflow="crop"), refresh=True
         )
 
-    def _print(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
+        """Print a message above the line."""
         from rich.text import Text
 
         with self._tolerating_write_errors():
@@ -217,16 +232,10 @@ def fit_to_width(line: ProgressLine, width: int) -> list[tuple[str, str]]:
 
 def format_loss(value: float) -> str:
     """A loss in about five digits: 2.3026, 12.346, 123.46, 1.23e+04."""
-    size = abs(value)
-    return (
-        f"{value:.4f}"
-        if size < 10
-        else f"{value:.3f}"
-        if size < 100
-        else f"{value:.2f}"
-        if size < 1000
-        else f"{value:.2e}"
-    )
+    for limit, digits in ((10, 4), (100, 3), (1000, 2)):
+        if abs(value) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.2e}"
 
 
 def format_duration(seconds: float) -> str:

@@ -27,11 +27,7 @@ from fourfold.environment.known_waits import waiting_for
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.plan.decode import check_not_pipe
 from fourfold.plan.plan import Plan
-from fourfold.trainer.run_identity import (
-    Identity,
-    check_run_name,
-    read_finished_record,
-)
+from fourfold.trainer.run_identity import Identity, check_run_name, read_finished_record
 from fourfold.words.errors import DISK_FULL, Problem, SettingError, TrainingError, os_error_text
 from fourfold.words.run_files import CONFIG_FILE, LOG_FILE, PLAN_FILE, SETTINGS_FILE
 from fourfold.words.version import VERSION

@@ -6,6 +6,7 @@ Law: only rank 0 writes and prints; on other ranks the same calls only count.
 import platform
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,13 @@ from fourfold.step.train_step import TrainStep
 from fourfold.trainer import fault_log
 from fourfold.trainer.fault_log import Fault
 from fourfold.trainer.lr_factors import tuned_batch_size
-from fourfold.trainer.meters import Throughput
+from fourfold.trainer.progress import ProgressLine
 from fourfold.trainer.run_dir import RunDir, RunInfo
 from fourfold.trainer.run_identity import Identity, format_finished
 from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.settings import recorded_settings
 from fourfold.words.errors import os_error_text
-from fourfold.words.progress import ProgressLine
+from fourfold.words.measures import AVERAGED_STEPS, count_units, recent_rate, remaining_seconds, waiting_fraction
 from fourfold.words.run_files import ARGUMENTS_KEY
 from fourfold.words.task import Task
 from fourfold.words.units import format_count
@@ -84,6 +85,64 @@ def format_summary(result: RunResult, unit: str, *, steps: int) -> str:
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}   {value}" for name, value in rows)
     return text if not result.sample else f"{text}\n\nsample\n{result.sample}"
+
+
+# ---- throughput ------------------------------------------------------------------------------------------------------
+
+
+class Throughput:
+    """The clock of a run on one rank. The time between two steps counts as a whole: reading, evaluating, saving too."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        """What is counted: what was asked for, or samples if the first step shows nothing else."""
+        self.num_units = 0.0
+        """Of all steps since `restart`."""
+        self._recent_metrics: deque[tuple[float, Metrics]] = deque(maxlen=AVERAGED_STEPS)
+        self.restart()
+
+    def restart(self) -> None:
+        """The run begins now, or resumes."""
+        self._start_time = time.perf_counter()
+        self.num_steps, self._first_end = 0, 0.0
+        # Of the recent steps, and of the one before them: the time in between includes reading data.
+        self._ends: deque[float] = deque(maxlen=AVERAGED_STEPS + 1)
+
+    def add_step(self, metrics: Metrics) -> float:
+        """A step has ended just now; returns what is counted of it."""
+        counts = {"samples": metrics.samples, "tokens": metrics.tokens, "targets": metrics.targets}
+        units, shown = count_units(self.unit, **counts)
+        self.unit = self.unit if self._recent_metrics else shown
+        self.num_units += units
+        self._recent_metrics.append((units, metrics))
+        self._ends.append(time.perf_counter() - self._start_time)
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self._first_end = self.elapsed_seconds
+        return units
+
+    @property
+    def units_per_second(self) -> float:
+        """Over all ranks, the mean of the last steps."""
+        return recent_rate([units for units, _ in self._recent_metrics], [*self._ends])
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """From the start to the end of the last step."""
+        return self._ends[-1]
+
+    def progress_line(self, step: int, *, num_steps: int, loss: float) -> ProgressLine:
+        """Where the run stands after `step`."""
+        done, ends = self.num_steps, {"first_end": self._first_end, "last_end": self.elapsed_seconds}
+        return ProgressLine(
+            step=step,
+            num_steps=num_steps,
+            loss=loss,
+            units_per_second=self.units_per_second,
+            unit=self.unit,
+            waiting_fraction=waiting_fraction([(m.waiting_seconds, m.seconds) for _, m in self._recent_metrics]),
+            remaining_seconds=remaining_seconds(done, num_steps - step, **ends),
+        )
 
 
 # ---- the logger ------------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ from fourfold.trainer.evaluate import check_measured, metric_needs
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.link_watch import compilations_known, links_watched, waits_shown
 from fourfold.trainer.loop import TrainingLoop
-from fourfold.trainer.memory_log import MemoryBaseline, MemoryLog, predict_bytes
+from fourfold.trainer.memory_log import MemoryLog, predict_bytes
 from fourfold.trainer.progress import make_progress
-from fourfold.trainer.run_identity import Identity, run_identity
+from fourfold.trainer.run_identity import run_identity
 from fourfold.trainer.run_length import RunSettings, check_steps, format_delayed, format_epochs, with_sizes
 from fourfold.trainer.run_logger import ProgressDisplay, RunLogger, RunResult
 from fourfold.trainer.settings import TrainOptions, check_setting_names, make_settings
@@ -116,18 +116,21 @@ def train(
     inputs, settings = opened.inputs, with_sizes(given, task, opened.inputs.train)
     check_steps(settings.steps, plan)
     step = _build_step(task, plan, settings, opened)
-    memory = MemoryBaseline(opened.resident_bytes, predict_bytes(task, step, opened.meta_model))
+    predicted = predict_bytes(task, step, opened.meta_model)
     scheduler = make_scheduler(task, step.optimizer, steps=settings.steps, rates=settings.rates)
     check_evaluations(scheduler, evaluate_every=settings.evaluate_every, has_valid=inputs.valid is not None)
     feed = _make_feed(inputs.train, step, settings)
     ema = None if settings.ema is None else EMA(step.weight_shards, settings.ema)
     state = TrainingState(step, feed, ema, scheduler)
     heartbeat = heartbeat_module.from_environment()
-    _check_metrics(callbacks, step, task, inputs, settings)
+    needs = metric_needs(settings, step.all_gather_json(required_metrics(callbacks))[0])
+    check_measured(needs, step, task, inputs, settings)
+    own_display = None if report is not None or quiet or step.rank > 0 else make_progress()
     with (
-        _display(report, quiet=quiet or step.rank > 0) as display,
-        _run_logger(task, step, plan, settings, run_identity(given, plan), display, unique_names(callbacks)) as logger,
+        contextlib.nullcontext(report) if own_display is None else contextlib.closing(own_display) as display,
+        contextlib.closing(RunLogger(task, settings, rank=step.rank, report=display)) as logger,
     ):
+        logger.open_run_dir(step, plan, run_identity(given, plan), unique_names(callbacks))
         if logger.run_info.finished_record is not None:
             heartbeat.mark_done()
             return logger.finished_result(plan)
@@ -142,22 +145,21 @@ def train(
             tracer = Tracer(step, every=settings.trace_every, folder=trace_dir, log_message=logger.log_message)
             heartbeat.set_resumed_step(progress.step)
             hooks.start(step, settings, progress)
-            memory_log = MemoryLog(step, logger, memory)
-            loop = TrainingLoop(
-                task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory_log, hooks
-            )
+            memory = MemoryLog(step, logger, before_bytes=opened.resident_bytes, predicted=predicted)
             here = World(rank=step.rank, size=plan.mesh.size)
             stop_signals = handle_stop_signals(heartbeat, logger.run_path, here, limit_seconds=limit_seconds)
             with (
                 links_watched(step.communicator, heartbeat, logger, timeout_seconds=settings.peer_timeout),
                 waits_shown(heartbeat, logger),
                 compilations_known(),
-                stop_signals as stop_signal,
+                stop_signals as stop,
                 _add_step_to_peer_error(step, logger, heartbeat),
             ):
-                progress = loop.run_steps(progress, stop_signal)
-                seconds = time.perf_counter() - begin
-                return loop.finish(progress, seconds, stop_signal)
+                loop = TrainingLoop(
+                    task, state, settings, logger, checkpoints, tracer, inputs.valid, heartbeat, memory, hooks, stop
+                )
+                progress = loop.run_steps(progress)
+                return loop.finish(progress, time.perf_counter() - begin)
 
 
 class _OpenedTask(NamedTuple):
@@ -213,45 +215,6 @@ def _build_step(task: Task, plan: Plan, settings: RunSettings, opened: _OpenedTa
         drift_check=settings.drift_check,
         tensor=task.tensor,
     )
-
-
-@contextlib.contextmanager
-def _run_logger(
-    task: Task,
-    step: TrainStep,
-    plan: Plan,
-    settings: RunSettings,
-    identity: Identity,
-    report: ProgressDisplay | None,
-    callbacks: Sequence[str],
-) -> Iterator[RunLogger]:
-    logger = RunLogger(task, settings, rank=step.rank, report=report)
-    try:
-        logger.open_run_dir(step, plan, identity, callbacks)
-        yield logger
-    finally:
-        logger.close()
-
-
-@contextlib.contextmanager
-def _display(report: ProgressDisplay | None, *, quiet: bool) -> Iterator[ProgressDisplay | None]:
-    """What shows the progress: `report`, or a display of our own; None if nothing is to be printed."""
-    if report is not None or quiet:
-        yield report
-        return
-    progress = make_progress()
-    try:
-        yield progress
-    finally:
-        progress.close()
-
-
-def _check_metrics(
-    callbacks: Sequence[Callback], step: TrainStep, task: Task, inputs: TaskInputs, settings: RunSettings
-) -> None:
-    """Raise SettingError, on every rank, for a measure that the run is to use and does not have. Collective."""
-    by_callback = step.all_gather_json(required_metrics(callbacks))[0]
-    check_measured(metric_needs(settings, by_callback), step, task, inputs, settings)
 
 
 @contextlib.contextmanager

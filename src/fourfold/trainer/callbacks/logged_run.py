@@ -27,13 +27,17 @@ STEP_DIGITS = 12  # the file keeps its length, so that a step is noted in place
 class LoggedRun:
     """What a file in the run's folder says, and what is written to it. The file stays open until `close`."""
 
-    def __init__(self, folder: Path, service: str, *, step: int) -> None:
-        """Open the file, or make one for a run that begins after `step`. Raises OSError, and ValueError if damaged."""
+    def __init__(self, folder: Path, service: str, *, step: int, every: int = 1) -> None:
+        """Open the file, or make one for a run that begins after `step`. Raises OSError, and ValueError if damaged.
+
+        every  steps between those that are logged
+        """
         path = folder / FOLDER / f"{service}.json"
         path.parent.mkdir(exist_ok=True)
         self.run_id = ""
         """The service's name for the run; "" if it has none yet."""
         self._step = self._evaluated = step
+        self._every = every
         if path.exists():
             self._read(path)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -67,6 +71,15 @@ class LoggedRun:
         self._write()
         return True
 
+    def of_step(self, event: StepEvent) -> dict[str, float]:
+        """What is still to be logged of a step; from now on nothing is."""
+        is_due = is_logged(event.step, self._every) and self.take_step(event.step)
+        return step_metrics(event) if is_due else {}
+
+    def of_evaluation(self, event: EvaluateEvent) -> dict[str, float]:
+        """What is still to be logged of an evaluation; from now on nothing is."""
+        return evaluate_metrics(event) if self.take_evaluation(event.step) else {}
+
     def _write(self) -> None:
         # Before the step is logged: a process killed in between loses a step there, and doubles none.
         record = f'{{"run": {json.dumps(self.run_id)}, "step": {self._step:{STEP_DIGITS}}, '
@@ -78,12 +91,6 @@ class LoggedRun:
 
 
 # ---- its steps and evaluations ---------------------------------------------------------------------------------------
-
-
-def check_every(every: int, *, callback: str) -> None:
-    """Raise SettingError unless every so many steps can be logged."""
-    if problems := argument_checks.int_problems("every", every, minimum=1, attempt="every=10"):
-        raise SettingError(problems, where=callback)
 
 
 def is_logged(step: int, every: int) -> bool:
@@ -108,13 +115,18 @@ def run_config(event: StartEvent) -> dict[str, Any]:
     return {**event.settings, "num_ranks": event.num_ranks, "plan": dict(event.plan)}
 
 
-# ---- the library -----------------------------------------------------------------------------------------------------
+# ---- what a constructor checks ---------------------------------------------------------------------------------------
 
 
-def check_installed(module: str, package: str, *, callback: str) -> None:
-    """Raise SettingError, with the line that installs it, if a library is missing. Imports nothing."""
-    if importlib.util.find_spec(module) is None:
-        need = f"the package {package}"
-        raise SettingError(
-            Problem(f"{callback}, and {package} is not installed", need, f"pip install {package}"), where="callbacks"
+def check_logger(package: str, every: int, *, callback: str) -> None:
+    """Raise SettingError unless every so many steps can be logged, and for a package that is missing. Imports nothing.
+
+    The error has the line that installs the package.
+    """
+    if problems := argument_checks.int_problems("every", every, minimum=1, attempt="every=10"):
+        raise SettingError(problems, where=callback)
+    if importlib.util.find_spec(package) is None:
+        problem = Problem(
+            f"{callback}, and {package} is not installed", f"the package {package}", f"pip install {package}"
         )
+        raise SettingError(problem, where="callbacks")

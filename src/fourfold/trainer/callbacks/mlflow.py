@@ -7,15 +7,7 @@ import importlib.util
 import time
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_run import (
-    LoggedRun,
-    check_every,
-    check_installed,
-    evaluate_metrics,
-    is_logged,
-    run_config,
-    step_metrics,
-)
+from fourfold.trainer.callbacks.logged_run import LoggedRun, check_logger, run_config
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
 from fourfold.words.errors import Problem, SettingError
 
@@ -36,18 +28,15 @@ class MLflow(Callback):
 
     def __init__(self, experiment: str = "fourfold", *, tracking_uri: str | None = None, every: int = 1) -> None:
         """Raises SettingError if mlflow, or what its store needs, is not installed, or for an impossible `every`."""
-        check_every(every, callback="MLflow")
-        check_installed("mlflow", "mlflow", callback="MLflow")
+        check_logger("mlflow", every, callback="MLflow")
         _check_store(tracking_uri)
         self._experiment, self._tracking_uri, self._every = experiment, tracking_uri, every
-        self._client: Any = None
-        self._logged: LoggedRun | None = None
 
     def on_start(self, event: StartEvent) -> None:
         from mlflow import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=self._tracking_uri)
-        self._logged = LoggedRun(event.folder, "mlflow", step=event.step)
+        self._client: Any = MlflowClient(tracking_uri=self._tracking_uri)
+        self._logged = LoggedRun(event.folder, "mlflow", step=event.step, every=self._every)
         if self._logged.run_id:
             self._client.update_run(self._logged.run_id, status="RUNNING")
             return
@@ -67,23 +56,22 @@ class MLflow(Callback):
             self._client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
 
     def on_step(self, event: StepEvent) -> None:
-        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
-            self._log(self._logged.run_id, step_metrics(event), event.step)
+        self._log(self._logged.of_step(event), event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
-        if self._logged is not None and self._logged.take_evaluation(event.step):
-            self._log(self._logged.run_id, evaluate_metrics(event), event.step)
+        self._log(self._logged.of_evaluation(event), event.step)
 
-    def _log(self, run_id: str, metrics: dict[str, float], step: int) -> None:
+    def _log(self, metrics: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(run_id, metrics=[Metric(name, value, now, step) for name, value in metrics.items()])
+        rows = [Metric(name, value, now, step) for name, value in metrics.items()]
+        if rows:
+            self._client.log_batch(self._logged.run_id, metrics=rows)
 
     def on_end(self, event: EndEvent) -> None:
-        if self._logged is not None:
-            self._client.set_terminated(self._logged.run_id, STATUS[event.status])
-            self._logged.close()
+        self._client.set_terminated(self._logged.run_id, STATUS[event.status])
+        self._logged.close()
 
 
 def _check_store(tracking_uri: str | None) -> None:

@@ -33,7 +33,9 @@ SHIPPED = {
 
 def shipped_class(name: str) -> type[Callback]:
     """The class of a shipped callback. Raises SettingError for a name that is none."""
-    check_shipped(name)
+    if name not in SHIPPED:
+        need = f"{', '.join(SHIPPED)}, or FILE.py:name on the command line"
+        raise SettingError(Problem(f"the callback {name}", need, closest_match(name, SHIPPED) or ""), where="callbacks")
     module, kind = SHIPPED[name]
     return getattr(importlib.import_module(f"fourfold.trainer.callbacks.{module}"), kind)
 
@@ -51,24 +53,18 @@ def callback_options(name: str) -> dict[str, Field]:
     return options
 
 
-def check_shipped(name: str) -> None:
-    """Raise SettingError unless this is the name of a shipped callback."""
-    if name not in SHIPPED:
-        need = f"{', '.join(SHIPPED)}, or FILE.py:name on the command line"
-        raise SettingError(Problem(f"the callback {name}", need, closest_match(name, SHIPPED) or ""), where="callbacks")
-
-
-def make_shipped(name: str, options: Mapping[str, Any]) -> Callback:
+def make_shipped(name: str, texts: Mapping[str, str]) -> Callback:
     """The shipped callback with these options. Raises SettingError for unknown ones, and for values of other types."""
-    known = callback_options(name)
-    problems = []
-    for key, value in options.items():
-        option = known.get(key)
-        if option is None:
+    known, options, problems = callback_options(name), dict[str, Any](), list[Problem]()
+    for key, text in texts.items():
+        if key not in known:
             need, close = f"an option of {name}: {', '.join(known) or 'it has none'}", closest_match(key, known) or ""
             problems.append(Problem(f"{name}.{key}", need, close and f"{name}.{close}"))
-        else:
-            problems += option.problems(f"{name}.{key}", value)
+            continue
+        try:
+            options[key] = known[key].read(f"{name}.{key}", text)
+        except SettingError as error:
+            problems += error.problems
     if problems:
         raise SettingError(problems, where="callbacks")
     return shipped_class(name)(**options)

@@ -7,14 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_run import (
-    check_every,
-    check_installed,
-    evaluate_metrics,
-    is_logged,
-    run_config,
-    step_metrics,
-)
+from fourfold.trainer.callbacks.logged_run import check_logger, evaluate_metrics, is_logged, run_config, step_metrics
 from fourfold.words.callback import Callback, CheckpointEvent, EndEvent, EvaluateEvent, StartEvent, StepEvent
 
 
@@ -27,8 +20,7 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: str | None = None, *, every: int = 1) -> None:
         """Raises SettingError if tensorboard is not installed, or for an impossible `every`."""
-        check_every(every, callback="TensorBoard")
-        check_installed("tensorboard", "tensorboard", callback="TensorBoard")
+        check_logger("tensorboard", every, callback="TensorBoard")
         self._folder, self._every = folder, every
         self._writer: Any = None
 

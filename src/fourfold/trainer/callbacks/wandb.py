@@ -8,15 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from fourfold.trainer.callbacks.logged_run import (
-    LoggedRun,
-    check_every,
-    check_installed,
-    evaluate_metrics,
-    is_logged,
-    run_config,
-    step_metrics,
-)
+from fourfold.trainer.callbacks.logged_run import LoggedRun, check_logger, run_config
 from fourfold.words.callback import Callback, EndEvent, EvaluateEvent, StartEvent, StepEvent
 
 
@@ -38,17 +30,14 @@ class WandB(Callback):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises SettingError if wandb is not installed, or for an impossible `every`."""
-        check_every(every, callback="WandB")
-        check_installed("wandb", "wandb", callback="WandB")
+        check_logger("wandb", every, callback="WandB")
         self._project, self._entity, self._mode, self._settings = project, entity, mode, dict(settings or {})
         self._every = every
-        self._run: Any = None
-        self._logged: LoggedRun | None = None
 
     def on_start(self, event: StartEvent) -> None:
         import wandb
 
-        self._logged = logged = LoggedRun(event.folder, "wandb", step=event.step)
+        self._logged = logged = LoggedRun(event.folder, "wandb", step=event.step, every=self._every)
         is_new = not logged.run_id
         run_id = secrets.token_hex(8) if is_new else logged.run_id
         is_offline = (self._mode or os.environ.get("WANDB_MODE")) == "offline"
@@ -64,19 +53,18 @@ class WandB(Callback):
             # An offline run is a new folder with the same id, which `wandb sync` joins to the first.
             "resume": None if is_new or is_offline else "allow",
         }
-        self._run = wandb.init(**{**given, **self._settings})
+        self._run: Any = wandb.init(**{**given, **self._settings})
         logged.set_run(self._run.id)
 
     def on_step(self, event: StepEvent) -> None:
-        if self._logged is not None and is_logged(event.step, self._every) and self._logged.take_step(event.step):
-            self._run.log(step_metrics(event), step=event.step)
+        if metrics := self._logged.of_step(event):
+            self._run.log(metrics, step=event.step)
 
     def on_evaluate(self, event: EvaluateEvent) -> None:
-        if self._logged is not None and self._logged.take_evaluation(event.step):
-            self._run.log(evaluate_metrics(event), step=event.step)
+        if metrics := self._logged.of_evaluation(event):
+            self._run.log(metrics, step=event.step)
 
     def on_end(self, event: EndEvent) -> None:
         self._run.summary["status"] = event.status
         self._run.finish(exit_code=0 if event.status in ("finished", "stopped") else 1)
-        if self._logged is not None:
-            self._logged.close()
+        self._logged.close()
