@@ -57,15 +57,18 @@ class HeartbeatFile:
 
     def read(self) -> list[HeartbeatRecord]:
         """Every rank's record."""
-        starts = range(0, RECORD_WORDS * self._num_ranks, RECORD_WORDS)
-        return [_record(self._words[start : start + RECORD_WORDS]) for start in starts]
-
-
-def _record(row: memoryview) -> HeartbeatRecord:
-    wait = known_waits.read(row[WAIT_WORDS])
-    return HeartbeatRecord(
-        row[STEP], row[RESUMED_STEP], row[PHASE], row[PHASE_START] / 1e9, row[TYPICAL_SECONDS] / 1e9, wait
-    )
+        rows = [self._words[RECORD_WORDS * rank :][:RECORD_WORDS] for rank in range(self._num_ranks)]
+        return [
+            HeartbeatRecord(
+                step=row[STEP],
+                resumed_step=row[RESUMED_STEP],
+                phase=row[PHASE],
+                phase_start=row[PHASE_START] / 1e9,
+                typical_seconds=row[TYPICAL_SECONDS] / 1e9,
+                wait=known_waits.read(row[WAIT_WORDS]),
+            )
+            for row in rows
+        ]
 
 
 # ---- which of them hangs ---------------------------------------------------------------------------------------------

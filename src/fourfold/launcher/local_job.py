@@ -23,7 +23,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -38,6 +37,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from fourfold.environment.rendezvous import STORE_VARIABLE
 from fourfold.environment.temporary_folder import temporary_folder
 from fourfold.launcher import failure_report, hang_detector
+from fourfold.launcher.failure_report import Cause
 from fourfold.launcher.hang_detector import HeartbeatFile
 from fourfold.launcher.process_defaults import launch_variables
 from fourfold.launcher.rank_start import WORKER_MODULE, RankStarter, ranks_started_by, spawn_rank
@@ -91,7 +91,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, folder: Path, heartbeats: HeartbeatFile, policy: SupervisionPolicy) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
         self.num_ranks, self.policy = spec.local_world_size, policy
-        self.cause: failure_report.Cause | None = None
+        self.cause: Cause | None = None
         self._folder, self._heartbeats, self._budget = folder, heartbeats, RestartBudget(policy)
         self._host = socket.gethostname()
         self._early_exit_codes: dict[int, int] = {}
@@ -278,7 +278,7 @@ class Agent(LocalElasticAgent):
             self.policy.record_fault(msgspec.structs.replace(fault, seconds=seconds))
         self._pending_faults = []
 
-    def find_cause(self) -> failure_report.Cause | None:
+    def find_cause(self) -> Cause | None:
         """Why the current attempt ended, as far as its ranks have recorded it; None if no rank has failed."""
         if self._watch.hang is not None:
             return self._hang_cause(self._watch.hang)
@@ -292,7 +292,7 @@ class Agent(LocalElasticAgent):
         if cause.signal == signal.SIGTERM and self.policy.has_heartbeat:
             # Before its first step a rank handles no signals yet, and so leaves no record.
             text = f"{cause.text}: stopped; {self.policy.resume_hint()}"
-            return failure_report.Cause(text, REQUEUE_EXIT_CODE, cause.rank, is_final=True, is_stopped=True)
+            return Cause(text, REQUEUE_EXIT_CODE, cause.rank, is_final=True, is_stopped=True)
         # The record says why the rank ended, but not that a person asked for it.
         is_training = cause.rank is not None and self._heartbeats.read()[cause.rank].resumed_step >= 0
         record = None if cause.rank is None else records.get(cause.rank)
@@ -308,7 +308,7 @@ class Agent(LocalElasticAgent):
         records = {rank: failure_report.load_record(Path(path)) for rank, path in paths.items()}
         return {rank: record for rank, record in records.items() if record is not None}
 
-    def _hang_cause(self, hang: hang_detector.Hang) -> failure_report.Cause:
+    def _hang_cause(self, hang: hang_detector.Hang) -> Cause:
         names = self._rank_names()
         who = " and ".join(names[rank] for rank in hang.ranks)
         has, hangs, it_was = ("has", "hangs", "it was") if len(hang.ranks) == 1 else ("have", "hang", "they were")
@@ -316,7 +316,7 @@ class Agent(LocalElasticAgent):
         wait = self._heartbeats.read()[hang.ranks[0]].wait
         text = f"{who} {why}: no step in {hang.seconds:.0f} s{wait.clause}, so {it_was} killed"
         stack = f"\nit was here, innermost first\n{hang.stack}" if hang.stack else ""
-        return failure_report.Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
+        return Cause(text + stack, 1, hang.ranks[0], signal=signal.SIGKILL)
 
     def _rank_names(self) -> list[str]:
         names = [f"rank {rank} of {self.num_ranks}" for rank in range(self.num_ranks)]
@@ -367,7 +367,7 @@ class Agent(LocalElasticAgent):
 MONITOR_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class JobResult:
     """How a job ended: its exit code, and the text for the user ("" if all went well).
 
@@ -411,11 +411,7 @@ def _raise_signal(number: signal.Signals) -> NoReturn:
 def _launch(
     command: Sequence[str], num_processes: int, policy: SupervisionPolicy, start_rank: RankStarter
 ) -> tuple[JobResult, Agent]:
-    with (
-        temporary_folder() as folder,
-        _extended_environment(launch_variables(num_processes)),
-        _silence_logging(),
-    ):
+    with temporary_folder() as folder, _silence_logging():
         run_id = uuid.uuid4().hex
         heartbeats = HeartbeatFile(folder, num_processes)
         spec = WorkerSpec(
@@ -423,23 +419,23 @@ def _launch(
             local_world_size=num_processes,
             rdzv_handler=AgentRendezvous(run_id=run_id),
             entrypoint=sys.executable,
-            args=("-m", WORKER_MODULE, str(os.getpid()), *(_escape_macro(word) for word in command)),
+            # The agent expands `${local_rank}` and the like in them.
+            args=("-m", WORKER_MODULE, str(os.getpid()), *(word.replace("$", "$$") for word in command)),
             max_restarts=UNLIMITED_RESTARTS,
             monitor_interval=MONITOR_SECONDS,
             local_addr=LOOPBACK,
         )
-        variables = {hang_detector.STACKS_VARIABLE: str(folder)} if policy.hang_seconds is not None else {}
-        variables[TORCH_SIGNALS_VARIABLE] = ",".join(number.name for number in handled_signals())
-        with _extended_environment(
-            {
-                HEARTBEAT_VARIABLE: str(heartbeats.path),
-                STORE_VARIABLE: str(folder / f"store-{run_id}"),
-                **variables,
-            }
-        ):
+        variables = {
+            **launch_variables(num_processes),
+            HEARTBEAT_VARIABLE: str(heartbeats.path),
+            STORE_VARIABLE: str(folder / f"store-{run_id}"),
+            TORCH_SIGNALS_VARIABLE: ",".join(number.name for number in handled_signals()),
+        }
+        if policy.hang_seconds is not None:
+            variables[hang_detector.STACKS_VARIABLE] = str(folder)
+        with _extended_environment(variables), ranks_started_by(start_rank):
             agent = Agent(spec, folder=folder, heartbeats=heartbeats, policy=policy)
-            with ranks_started_by(start_rank):
-                return _run_agent(agent), agent
+            return _run_agent(agent), agent
 
 
 def _run_agent(agent: Agent) -> JobResult:
@@ -471,11 +467,6 @@ def _stopped_result(policy: SupervisionPolicy, num_ranks: int, number: signal.Si
     # A script that has begun chooses its own answer to SIGTERM, and without one has Python's code.
     is_requeued = number == signal.SIGTERM and (policy.has_heartbeat or not has_ranks)
     return JobResult(REQUEUE_EXIT_CODE if is_requeued else 128 + number, text)
-
-
-def _escape_macro(word: str) -> str:
-    """The word, escaped so that the agent does not expand `${local_rank}` in it."""
-    return word.replace("$", "$$")
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from fourfold.launcher import env_store, failure_report
 from fourfold.launcher.forked_process import ForkedProcess, fork
 from fourfold.launcher.local_job import AgentRendezvous
 from fourfold.launcher.process_defaults import THREAD_VARIABLES, loopback_variables
+from fourfold.launcher.worker import destroy_group
 from fourfold.optim.user_optimizer import OptimizerSource
 from fourfold.plan.plan import Plan
 from fourfold.step.argument_checks import check_arguments
@@ -99,9 +100,6 @@ def launch(function: Callable[..., Any], *args: Any, n: int = 2, **kwargs: Any) 
 
 def _check(function: object, n: int) -> None:
     """Raises LaunchError with every reason why this process cannot run the function on `n` ranks."""
-    import torch
-    import torch.distributed as dist
-
     script = "fourfold run -n N script.py"
     problems = callable_problems("function", function, need="a function that every rank calls", attempt=ATTEMPT)
     if type(n) is not int or n < 1:
@@ -113,7 +111,7 @@ def _check(function: object, n: int) -> None:
     if torch.cuda.is_initialized():
         got = "CUDA has started in this process"
         problems.append(Problem(got, "no use of CUDA before: it does not survive a fork", f"a new kernel, or {script}"))
-    if dist.is_available() and dist.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         got = "a process group in this process"
         problems.append(Problem(got, "none: ranks make their own", "torch.distributed.destroy_process_group()"))
     if problems:
@@ -141,8 +139,6 @@ def _world_variables(folder: Path, rendezvous: AgentRendezvous, n: int) -> dict[
 
 def _run_rank(function: Callable[[], Any], folder: Path, rank: int, variables: Mapping[str, str], output: int) -> None:
     """Run the function and leave its result, or the record of its error, in the folder."""
-    import torch
-
     gc.freeze()  # what the notebook has left to collect is not for a rank to destroy
     atexit._clear()  # the notebook's own, which end its connections
     os.environ.update(variables)
@@ -150,14 +146,14 @@ def _run_rank(function: Callable[[], Any], folder: Path, rank: int, variables: M
     set_process_name(f"fourfold-{rank}")
     _redirect_streams(output if rank == 0 else os.open(os.devnull, os.O_WRONLY))
     env_store.install()
-    atexit.register(_destroy_groups)
+    atexit.register(destroy_group, os.getpid())
     try:
         result = function()
         if rank == 0:
             _write_result(folder, result)
     except BaseException as error:  # whatever the function raises
         failure_report.save_record(_record_file(folder, rank), failure_report.make_record(error, rank=rank))
-        atexit.unregister(_destroy_groups)  # it would wait for a collective that others have left
+        atexit.unregister(destroy_group)  # it would wait for a collective that others have left
         raise SystemExit(1) from None
 
 
@@ -181,15 +177,6 @@ def _write_result(folder: Path, result: Any) -> None:
         problem = Problem(got, "a JSON value", ".tolist(), or save it to a file")
         raise TaskError(problem, where=WHERE) from None
     (folder / "result").write_text(text)
-
-
-def _destroy_groups() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        from fourfold.comm.process_group_lifecycle import release_groups
-
-        release_groups(include_world=True)
 
 
 # ---- in the notebook

@@ -57,14 +57,13 @@ def run_program(command: Sequence[str]) -> None:
     If the program ends well and leaves a gloo process group behind, the group is destroyed at exit: otherwise gloo's
     threads may abort the process.
     """
-    atexit.register(_destroy_group, os.getpid())
+    atexit.register(destroy_group, os.getpid())
     try:
         _run_target(command)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            atexit.unregister(
-                _destroy_group
-            )  # It may have left a collective midway, and its group would wait for that.
+            # It may have left a collective midway, and its group would wait for that.
+            atexit.unregister(destroy_group)
         raise
 
 
@@ -81,7 +80,7 @@ def _run_target(command: Sequence[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _destroy_group(process: int) -> None:
+def destroy_group(process: int) -> None:
     """Destroy the process group, after the program's own atexit functions. Does nothing in a fork of the process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or os.getpid() != process or not distributed.is_initialized():
