@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import pytest
 import fourfold as ff
 from fourfold.cli.arguments import (
     SETTINGS,
-    LaunchSettings,
+    CommandSettings,
     command_line_settings,
     help_table,
-    markdown_table,
-    plan_markdown_table,
 )
+from fourfold.plan.plan_fields import PLAN_FIELDS
 from fourfold.trainer.run_identity import default_run_name, run_identity
 from fourfold.trainer.settings import (
     TASK_FIELDS,
@@ -26,7 +26,7 @@ from fourfold.trainer.settings import (
     make_settings,
 )
 from fourfold.words.errors import SettingError
-from fourfold.words.field import declare, declared_problems, declared_settings
+from fourfold.words.field import Field, Setting, declare, declared_problems, declared_settings, value_text
 
 ROOT = Path(__file__).parents[2]
 TASK = ff.Task(
@@ -38,6 +38,25 @@ TASK = ff.Task(
     batch_size=8,
     clip=1,
 )
+
+
+def markdown_table(settings: Mapping[str, Setting]) -> str:
+    """The settings as docs/runs.md has them."""
+    rows = [f"| `{name}` | {each.help} | {each.default_text} |" for name, each in settings.items()]
+    return "\n".join(["| setting | meaning | default |", "|---|---|---|", *rows])
+
+
+def plan_markdown_table() -> str:
+    """The fields of a plan as docs/plan.md has them."""
+    defaults = {name: value_text(each.default) or "none" for name, each in PLAN_FIELDS.items()}
+    rows = [f"| `{name}` | {defaults[name]} | {values(each)} | {each.help} |" for name, each in PLAN_FIELDS.items()]
+    return "\n".join(["| field | default | values | meaning |", "|---|---|---|---|", *rows])
+
+
+def values(field: Field) -> str:
+    if field.type is int and not field.choices:
+        return f"≥ {field.minimum:g}" + (", or none" if field.is_optional else "")
+    return ", ".join(f"`{each}`" for each in field.offered) or field.requirement()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +71,7 @@ def test_a_new_field_is_checked_parsed_listed_and_part_of_the_identity() -> None
     (problem,) = declared_problems(WithPatience(**given, patience=0))
     assert problem.got == "patience = 0"
     assert problem.need == "a whole number of at least 1"
-    words = command_line_settings(WithPatience, LaunchSettings)
+    words = command_line_settings(WithPatience, CommandSettings)
     assert words["patience"].parse("3") == 3
     with pytest.raises(ValueError, match="0"):
         words["patience"].parse("0")
@@ -73,7 +92,7 @@ def test_the_keywords_of_train_are_the_settings() -> None:
 
 
 def test_the_documentation_lists_every_setting() -> None:
-    assert markdown_table() in (ROOT / "docs" / "runs.md").read_text()
+    assert markdown_table(SETTINGS) in (ROOT / "docs" / "runs.md").read_text()
     assert plan_markdown_table() in (ROOT / "docs" / "plan.md").read_text()
 
 

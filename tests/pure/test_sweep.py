@@ -13,7 +13,7 @@ from fourfold.cli.job import Job
 from fourfold.cli.launch import Ended
 from fourfold.cli.run import resolve
 from fourfold.cli.run_commands import with_plan
-from fourfold.cli.sweep import Member, Sweep, format_sweep, prepare_sweep, run_sweep
+from fourfold.cli.sweep import Member, format_sweep, prepare_sweep, run_sweep
 from fourfold.words.errors import FourfoldError, SettingError
 
 TASK = """
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def prepared(*words: str) -> Sweep:
+def prepared(*words: str) -> list[Member]:
     run = resolve(["mine.py", *words])
     return prepare_sweep(run, run.swept_values(), lambda member: with_plan(member, None, None))
 
@@ -75,19 +75,19 @@ def test_missing_and_repeated_values_are_refused(word: str) -> None:
 @pytest.mark.parametrize("named", [[], ["name=first"]])
 def test_each_member_is_its_own_run_named_after_its_values(named: list[str]) -> None:
     sweep = prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", *named)
-    assert [member.values for member in sweep.members][:3] == [
+    assert [tuple(member.values.values()) for member in sweep][:3] == [
         ("1", "0", "none"),
         ("1", "0", "int8"),
         ("1", "1", "none"),
     ]
-    names = [member.run_dir.name for member in sweep.members]
+    names = [member.run_dir.name for member in sweep]
     assert len(set(names)) == 8
     assert names[0].startswith(f"{'first' if named else 'mine'}-lr=1-zero=0-codec=none")
     assert names == [
-        member.run_dir.name for member in prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", *named).members
+        member.run_dir.name for member in prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", *named)
     ]
     other = prepared("lr=1,2", "zero=0,1", "codec=none,int8", "dp=1", "steps=5", *named)
-    assert named or not set(names) & {member.run_dir.name for member in other.members}
+    assert named or not set(names) & {member.run_dir.name for member in other}
 
 
 def test_the_problems_of_all_members_are_reported_at_once_and_each_once() -> None:
@@ -114,13 +114,13 @@ def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[
     tried = []
 
     def train(job: Job) -> int:
-        member = next(each for each in sweep.members if each.job is job)
+        member = next(each for each in sweep if each.job is job)
         tried.append(member)
-        if member.values == ("1",):
+        if member.values == {"lr": "1"}:
             return 1
-        if member.values == ("2",):
+        if member.values == {"lr": "2"}:
             raise SettingError("in use")
-        finish(member, None if member.values == ("4",) else 0.25)
+        finish(member, None if member.values == {"lr": "4"} else 0.25)
         return 0
 
     assert run_sweep(sweep, train) == 1
@@ -132,7 +132,7 @@ def test_a_failing_member_does_not_hide_the_others(capfd: pytest.CaptureFixture[
     assert "in use" in err
     assert lines["3"][1:4] == ["0.2500", "0.2500", "1,234"]
     assert lines["4"][1:3] == ["nan", "1,234"]
-    assert f"fourfold report {sweep.members[2].run_dir} {sweep.members[3].run_dir}" in out
+    assert f"fourfold report {sweep[2].run_dir} {sweep[3].run_dir}" in out
 
 
 @pytest.mark.parametrize("code", [75, 130, 129])

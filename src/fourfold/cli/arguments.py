@@ -20,15 +20,7 @@ from fourfold.plan.plan_fields import FIELDS, PLAN_FIELDS, parse_value
 from fourfold.trainer.callbacks.registry import SHIPPED
 from fourfold.trainer.settings import LR_PREFIX, Settings
 from fourfold.words.errors import Problem, SettingError, closest_match, place_of_setting
-from fourfold.words.field import (
-    WORD_TYPES,
-    Field,
-    Setting,
-    declare,
-    declared_settings,
-    hint_members,
-    value_text,
-)
+from fourfold.words.field import WORD_TYPES, Field, Setting, declare, declared_settings, hint_members, value_text
 
 CALLBACK_WORD = "callback"
 PLAN_WORD = "plan"
@@ -38,9 +30,22 @@ MAX_PROGRAM_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSettings:
-    """Settings of the launch, which `train` does not take; see `launcher.restart_policy.SupervisionPolicy`."""
+class CommandSettings:
+    """Settings that `train` does not take: words for what it takes as objects, and those of the launch.
 
+    For the launch see `launcher.restart_policy.SupervisionPolicy`.
+    """
+
+    tensor: str | None = declare(
+        None,
+        help="a TOML file of rules that split layers over the tensor axis",
+        default_text="the task's",
+    )
+    callback: str | None = declare(
+        None,
+        help=f"called during the run: {', '.join(SHIPPED)}, or FILE.py:name; separate several with commas",
+        default_text="none",
+    )
     fresh: bool = declare(False, help="start over; the earlier run is kept as NAME-before-1")
     restarts: int = declare(3, minimum=0, help="restarts in a row without progress before the job gives up")
     hang_seconds: float | None = declare(
@@ -50,29 +55,7 @@ class LaunchSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallbackSettings:
-    """Words for callbacks, which are objects where `train` takes them."""
-
-    callback: str | None = declare(
-        None,
-        help=f"called during the run: {', '.join(SHIPPED)}, or FILE.py:name; separate several with commas",
-        default_text="none",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RulesSettings:
-    """Words for the rules of the tensor axis, which are a field of the task."""
-
-    tensor: str | None = declare(
-        None,
-        help="a TOML file of rules that split layers over the tensor axis",
-        default_text="the task's",
-    )
-
-
-LAUNCH_SETTINGS = declared_settings(LaunchSettings)
+LAUNCH_SETTINGS = ("fresh", "restarts", "hang_seconds")
 
 
 def command_line_settings(*settings_classes: Any) -> dict[str, Setting]:
@@ -91,7 +74,7 @@ def _format_default(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else value_text(value)
 
 
-SETTINGS = command_line_settings(Settings, RulesSettings, CallbackSettings, LaunchSettings)
+SETTINGS = command_line_settings(Settings, CommandSettings)
 
 
 @dataclass(frozen=True)
@@ -236,27 +219,9 @@ def _lines(rows: Mapping[str, tuple[str, str]], indent: str) -> str:
     return "\n".join(f"{indent}{name:<{width}}  {meaning} ({default})" for name, (meaning, default) in rows.items())
 
 
-def markdown_table(settings: Mapping[str, Setting] = SETTINGS) -> str:
-    """The settings as a table in Markdown."""
-    rows = [f"| `{name}` | {each.help} | {each.default_text} |" for name, each in settings.items()]
-    return "\n".join(["| setting | meaning | default |", "|---|---|---|", *rows])
-
-
-def plan_markdown_table() -> str:
-    """The fields of a plan as a table in Markdown."""
-    rows = [f"| `{name}` | {_default(each)} | {_values(each)} | {each.help} |" for name, each in PLAN_FIELDS.items()]
-    return "\n".join(["| field | default | values | meaning |", "|---|---|---|---|", *rows])
-
-
 def _plain(help_text: str) -> str:
     return LINK.sub(r"\1", SEE.sub("", help_text)).replace("`", "")
 
 
 def _default(field: Field) -> str:
     return value_text(field.default) or "none"
-
-
-def _values(field: Field) -> str:
-    if field.type is int and not field.choices:
-        return f"≥ {field.minimum:g}" + (", or none" if field.is_optional else "")
-    return ", ".join(f"`{each}`" for each in field.offered) or field.requirement()

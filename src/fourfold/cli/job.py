@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli import arguments, task_loader
-from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, LaunchSettings, ParsedValues
+from fourfold.cli.arguments import CALLBACK_WORD, RULES_WORD, CommandSettings, ParsedValues
 from fourfold.cli.callback_loader import load_callbacks
 from fourfold.cli.errors import ErrorCollector
 from fourfold.cli.run import Run, check_init_path, read_rules_setting
@@ -54,8 +54,8 @@ class Job:
     identity: Mapping[str, Any]
     callbacks: Sequence[Callback] = ()
     fresh: bool = False
-    restarts: int = LaunchSettings.restarts
-    hang_seconds: float | None = LaunchSettings.hang_seconds
+    restarts: int = CommandSettings.restarts
+    hang_seconds: float | None = CommandSettings.hang_seconds
 
     @property
     def task_name(self) -> str:
@@ -163,17 +163,17 @@ def prepare_job(run: Run, *, has_run_dir: bool = True) -> Job:
     elif has_run_dir:
         errors.attempt(check_run_name, Path(RUNS_DIR), job.settings["name"], job.identity)
     errors.attempt(_check_init, job.task, job.settings.get("init"))
-    inputs = data = sized = None
+    inputs = sized = None
     with errors.collect():
         inputs = task_loader.open_task_data(job.task, spec=job.task_name)
-        data = inputs.train
-        _check_tokens(data, job.plan)
-    if data is not None:
+        _check_tokens(inputs.train, job.plan)
+    if inputs is not None:
         with errors.collect():
-            sized = with_sizes(make_settings(job.task, **job.settings), job.task, data)
-            _check_order(data, sized)
-    errors.attempt(_check_batch_size, job.task.batch_size if sized is None else sized.batch_size, job.plan)
-    errors.attempt(check_steps, job.task.steps if sized is None else sized.steps, job.plan)
+            sized = with_sizes(make_settings(job.task, **job.settings), job.task, inputs.train)
+            _check_order(inputs.train, sized)
+    known = job.task if sized is None else sized
+    errors.attempt(_check_batch_size, known.batch_size, job.plan)
+    errors.attempt(check_steps, known.steps, job.plan)
     if has_run_dir and inputs is not None and sized is not None:
         with errors.collect():
             check_evaluations(metric_needs(sized, required_metrics(job.callbacks)), job.task, inputs, sized)
@@ -181,10 +181,10 @@ def prepare_job(run: Run, *, has_run_dir: bool = True) -> Job:
     if inputs is not None and model is not None and sized is not None:
         errors.attempt(_check_scheduler, job, model, sized, has_valid=inputs.valid is not None)
     errors.raise_collected()
-    assert data is not None
+    assert inputs is not None
     assert sized is not None
     assert model is not None
-    _check_fits_memory(job.task, job.plan, data, model, sized)
+    _check_fits_memory(job.task, job.plan, inputs.train, model, sized)
     return job
 
 

@@ -80,21 +80,20 @@ def write_task(file: str) -> int:
     """Write the file and print what to do with it; returns the exit code. Raises SettingError."""
     path = Path(file)
     if path.suffix != ".py":
-        raise SettingError(
-            Problem(file or "(nothing)", "a file FILE.py", f"{path.stem or 'task'}.py"), where="fourfold new"
-        )
+        problem = Problem(file or "(nothing)", "a file FILE.py", f"{path.stem or 'task'}.py")
+        raise SettingError(problem, where="fourfold new")
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(TEMPLATE.format(file=file))
-    except FileExistsError:
-        problem = Problem(f"{file} exists", "a file that does not", f"{path.with_stem(f'{path.stem}_2')}")
-        raise SettingError(problem, where="fourfold new") from None
-    except FileNotFoundError:
-        problem = Problem(f"{file} (no folder {path.parent})", "an existing folder", f"mkdir -p {path.parent}")
-        raise SettingError(problem, where="fourfold new") from None
     except OSError as error:
-        raise SettingError(
-            Problem(f"{file} ({os_error_text(error)})", "a place to write"), where="fourfold new"
-        ) from None
+        raise SettingError(_write_problem(path, file, error), where="fourfold new") from None
     print_text(f"{file} is a task that trains: fourfold train {file} -n 2")
     return 0
+
+
+def _write_problem(path: Path, file: str, error: OSError) -> Problem:
+    if isinstance(error, FileExistsError):
+        return Problem(f"{file} exists", "a file that does not", f"{path.with_stem(f'{path.stem}_2')}")
+    if isinstance(error, FileNotFoundError):
+        return Problem(f"{file} (no folder {path.parent})", "an existing folder", f"mkdir -p {path.parent}")
+    return Problem(f"{file} ({os_error_text(error)})", "a place to write")

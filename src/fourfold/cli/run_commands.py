@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold.cli import sigint
-from fourfold.cli.launch import (
-    Ended,
-    becomes_forking_launcher,
-    launch,
-    launch_ranks,
-    print_error,
-    run_in_copy,
-)
+from fourfold.cli.launch import Ended, becomes_forking_launcher, launch, launch_ranks, print_error, run_in_copy
 from fourfold.cli.output import print_text, write_file
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
@@ -311,12 +304,9 @@ def run_doctor(*, as_json: bool) -> int:
         facts = dataclasses.replace(facts, gloo=measure_gloo())
     findings = check_machine(facts)
     if as_json:
-        print(json.dumps([_json_row(dataclasses.asdict(finding)) for finding in findings], indent=2))
+        # `try`, as in the table of text: it is a keyword in Python only.
+        rows = [{"try" if k == "attempt" else k: v for k, v in vars(finding).items()} for finding in findings]
+        print(json.dumps(rows, indent=2))
     else:
         print_text(format_findings(findings))
     return exit_code(findings)
-
-
-def _json_row(row: dict[str, str]) -> dict[str, str]:
-    """A finding with `try` for `attempt`, as in the table of text: `try` is a keyword in Python only."""
-    return {("try" if name == "attempt" else name): value for name, value in row.items()}

@@ -19,7 +19,7 @@ from fourfold.cli.arguments import (
     RULES_WORD,
     SETTINGS,
     Arguments,
-    LaunchSettings,
+    CommandSettings,
     ParsedValues,
 )
 from fourfold.plan.decode import DecodeError, format_pair, format_table, format_value, from_toml, read_toml
@@ -71,45 +71,44 @@ class SettingsFile:
         """
         parsed, problems = ParsedValues(), list(self.problems)
         problems += self._plan_problems(parsed, types)
-        for section in (RUN, TASK) if types is not None else ():
+        for section in (RUN, TASK):
             for key, value in self.sections[section].items():
-                if (section, key) != (TASK, TASK_NAME):
+                if types is not None and (section, key) != (TASK, TASK_NAME):
                     problems += self._convert(section, key, value, types, parsed)
         if problems:
             raise SettingError(problems, where=self.path)
         return parsed
 
-    def _convert(self, section: str, key: str, value: Any, types: Arguments, parsed: ParsedValues) -> Sequence[Problem]:
+    def _convert(
+        self, section: str, key: str, value: Any, types: Mapping[str, Field], parsed: ParsedValues
+    ) -> Sequence[Problem]:
         """Put a value where it belongs; returns its problem if it has one."""
         if section == RUN and key in SHIPPED and isinstance(value, dict):
             options = {f"{key}.{name}": value_text(each) for name, each in value.items()}
             parsed.callback_options.update(options)
             return []
-        if section == RUN and key == RULES_WORD and isinstance(value, dict) and key not in (types or {}):
+        if section == RUN and key == RULES_WORD and isinstance(value, dict) and key not in types:
             parsed.run[key] = value
             return [each._replace(got=f"{each.got} in [{RUN}.{key}]") for each in table_problems(value)]
         if section == RUN and key == CALLBACK_WORD:
-            value = ",".join(value) if _is_list_of_texts(value) else value
+            is_list = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+            value = ",".join(value) if is_list else value
             if (problem := _callback_problem(value)) is not None:
                 return [problem]
-        key_type = self._type_of(section, key, types)
-        if key_type is None:
-            return [] if section == TASK and types is None else [_misplaced(section, key, value, types)]
-        target = parsed.task if key in (types or {}) else parsed.run
+        if key not in (types if section == TASK else SETTINGS):
+            return [_misplaced(section, key, value, types)]
+        # As on the command line: if the task's function takes `steps` itself, it gets them.
+        key_type, target = types.get(key) or SETTINGS[key], parsed.task if key in types else parsed.run
         if key in target:
             return [Problem(f"{key} in [{RUN}] and in [{TASK}]", "each key once")]
         try:
             target[key] = key_type.convert(value)
         except (ValueError, OverflowError):
-            return [Problem(f"{_format(key, value)} in [{section}]", *_value_need(key, value, key_type))]
+            attempt = ""
+            if isinstance(value, list) and key_type.type is not tuple:
+                attempt = f"{key}={','.join(map(str, value))} on the command line, which trains once with each"
+            return [Problem(f"{_format(key, value)} in [{section}]", key_type.requirement(), attempt)]
         return [each._replace(got=f"{each.got} in [{section}]") for each in key_type.problems(key, target[key])]
-
-    def _type_of(self, section: str, key: str, types: Arguments) -> Field | None:
-        """The valid values of a key; None if it does not belong in this section."""
-        if section == TASK:
-            return (types or {}).get(key)
-        # As on the command line: if the task's function takes `steps` itself, it gets them.
-        return ((types or {}).get(key) or SETTINGS[key]) if key in SETTINGS else None
 
     def _plan_problems(self, parsed: ParsedValues, types: Arguments) -> list[Problem]:
         """The problems of [plan]; its values go into `parsed`."""
@@ -117,17 +116,14 @@ class SettingsFile:
         problems = _version_problems(values, "[plan]")
         known = {key: value for key, value in values.items() if key in FIELDS}
         problems += [_misplaced(PLAN, key, value, types) for key, value in values.items() if key not in known]
-        known = {key: None if _is_none(key, value) else value for key, value in known.items()}
+        # As on the command line.
+        known = {k: None if v == "none" and PLAN_FIELDS[k].is_optional else v for k, v in known.items()}
         try:
             plan = Plan.from_dict(known, where=self.path)
         except PlanError as error:
             return problems + [problem._replace(got=f"{problem.got} in [plan]") for problem in error.problems]
         parsed.plan.update({name: getattr(plan, name) for name in known})
         return problems
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
 def _callback_problem(value: Any) -> Problem | None:
@@ -216,19 +212,6 @@ def _place_of(key: str, types: Arguments) -> str | None:
     if key in FIELDS:
         return PLAN
     return RUN if key in SETTINGS else TASK if key in (types or {}) else None
-
-
-def _is_none(name: str, value: Any) -> bool:
-    """Whether a plan field has the text that stands for no value, as on the command line."""
-    return value == "none" and name in PLAN_FIELDS and PLAN_FIELDS[name].is_optional
-
-
-def _value_need(key: str, value: Any, key_type: Field) -> tuple[str, str]:
-    """What a value must be, and what to try."""
-    if isinstance(value, list) and key_type.type is not tuple:
-        values = ",".join(map(str, value))
-        return key_type.requirement(), f"{key}={values} on the command line, which trains once with each"
-    return key_type.requirement(), ""
 
 
 def _format(key: str, value: Any) -> str:
@@ -337,7 +320,7 @@ def _default_line(name: str, settings: Settings, run_name: str) -> str:
         return f"# name: {run_name}, made from what is given"
     if name.startswith(LR_PREFIX):  # given, they would be part of the run's identity
         return f"# {name}: {SETTINGS[name].default_text}"
-    value = getattr(LaunchSettings if name in LAUNCH_SETTINGS else settings, name)
+    value = getattr(CommandSettings if name in LAUNCH_SETTINGS else settings, name)
     if SETTINGS[name].type is float and type(value) is int:
         return f"# {name}: {value}"  # the task's own; read from here it would be another number in the identity, 1.0
     return _line((name, value))

@@ -8,7 +8,7 @@ Law: all members are checked before the first begins. The same command again tra
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ STOP_CODES = (REQUEUE_EXIT_CODE, INTERRUPT_EXIT_CODE, 128 + signal.SIGHUP, 128 +
 class Member(NamedTuple):
     """One run of a sweep, and its values of the swept keys."""
 
-    values: tuple[str, ...]
+    values: Mapping[str, str]
     job: job.Job
 
     @property
@@ -35,24 +35,17 @@ class Member(NamedTuple):
         return self.job.run_dir
 
 
-class Sweep(NamedTuple):
-    """All runs of a command."""
-
-    keys: tuple[str, ...]
-    members: tuple[Member, ...]
-
-
-def prepare_sweep(run: Run, swept: Mapping[str, list[str]], with_plan: Callable[[Run], Run]) -> Sweep:
+def prepare_sweep(run: Run, swept: Mapping[str, list[str]], with_plan: Callable[[Run], Run]) -> list[Member]:
     """Check every member. `with_plan` gives a run its plan. Raises FourfoldError, or a group, with all problems."""
     errors, members = ErrorCollector(), []
     for values in itertools.product(*swept.values()):
         own = dict(zip(swept, values, strict=True))
         with errors.collect():
-            members.append(Member(values, job.prepare_job(with_plan(_with_name(run, own)))))
+            members.append(Member(own, job.prepare_job(with_plan(_with_name(run, own)))))
     errors.raise_collected()  # one problem of all members once
     if len({member.run_dir for member in members}) < len(members):
         raise SettingError(Problem("two runs of the sweep with one name", "values that differ in the run's name"))
-    return Sweep(tuple(swept), tuple(members))
+    return members
 
 
 def _with_name(run: Run, own: Mapping[str, str]) -> Run:
@@ -70,39 +63,39 @@ def _in_name(word: str) -> str:
     return word.replace(os.sep, "_").strip(".")[:MAX_VALUE_IN_NAME]
 
 
-def run_sweep(sweep: Sweep, train: Callable[[job.Job], int]) -> int:
+def run_sweep(members: Sequence[Member], train: Callable[[job.Job], int]) -> int:
     """Train the members with `train`, which returns an exit code; print what they came to. Returns the exit code.
 
     It is 1 if a member has failed, and that of the stop if one was stopped: then the rest is left for the next time.
     """
     codes: dict[int, int] = {}
-    print_text(f"sweep of {len(sweep.members)} runs: {', '.join(sweep.keys)}")
-    for number, member in enumerate(sweep.members, 1):
-        values = " ".join(f"{key}={value}" for key, value in zip(sweep.keys, member.values, strict=True))
-        print_text(f"\nrun {number} of {len(sweep.members)}: {values}")
+    print_text(f"sweep of {len(members)} runs: {', '.join(members[0].values)}")
+    for number, member in enumerate(members, 1):
+        values = " ".join(f"{key}={value}" for key, value in member.values.items())
+        print_text(f"\nrun {number} of {len(members)}: {values}")
         try:
             codes[number] = train(member.job)
         except FourfoldError as error:  # another process trains this run, say: the others must not wait for it
             codes[number] = report_error(error)
         if codes[number] in STOP_CODES:
             break
-    print_text("\n" + "\n".join(format_sweep(sweep, codes)))
+    print_text("\n" + "\n".join(format_sweep(members, codes)))
     stopped = next((code for code in codes.values() if code in STOP_CODES), None)
     return stopped if stopped is not None else int(any(codes.values()))
 
 
-def format_sweep(sweep: Sweep, codes: Mapping[int, int]) -> list[str]:
+def format_sweep(members: Sequence[Member], codes: Mapping[int, int]) -> list[str]:
     """The table that compares the runs, and the command for a page that does. `codes`: by number, from 1."""
-    records = [read_finished_record(member.run_dir) or {} for member in sweep.members]
+    records = [read_finished_record(member.run_dir) or {} for member in members]
     unit = next((record["unit"] for record in records if record.get("unit")), "samples")
-    rows: list[tuple[str, ...]] = [(*sweep.keys, "loss", "validation loss", f"{unit}/s", "folder")]
-    for number, (member, record) in enumerate(zip(sweep.members, records, strict=True), 1):
+    rows: list[tuple[str, ...]] = [(*members[0].values, "loss", "validation loss", f"{unit}/s", "folder")]
+    for number, (member, record) in enumerate(zip(members, records, strict=True), 1):
         ended = _ended(record, codes.get(number))
         loss, valid = _format_loss(record.get("loss")), _format_loss(record.get("valid", {}).get("loss"))
         rate = f"{record['rate']:,.0f}" if "rate" in record else ""
-        rows.append((*member.values, loss or ended, valid, rate, str(member.run_dir)))
-    finished = [str(each.run_dir) for each, record in zip(sweep.members, records, strict=True) if record]
-    lines = table_lines(rows, "<" * len(sweep.keys) + ">>><")
+        rows.append((*member.values.values(), loss or ended, valid, rate, str(member.run_dir)))
+    finished = [str(each.run_dir) for each, record in zip(members, records, strict=True) if record]
+    lines = table_lines(rows, "<" * len(members[0].values) + ">>><")
     return lines + (["", f"fourfold report {' '.join(finished)}"] if len(finished) > 1 else [])
 
 
