@@ -4,12 +4,14 @@ import contextlib
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import struct
 import sys
 import tarfile
 import tempfile
+import threading
 import tracemalloc
 import warnings
 import zipfile
@@ -836,6 +838,20 @@ def test_all_sources_of_a_process_share_the_memory_for_what_is_unpacked(monkeypa
     get(first, "d", 100)
     get(second, "c", 50)
     assert made == ["a", "b", "c", "d", "c"]
+
+
+def test_a_process_that_is_forked_while_a_thread_unpacks_can_unpack():
+    begun, forked = threading.Event(), threading.Event()
+    thread = threading.Thread(target=unpacked.Unpacked().get, args=(0, 1, lambda: begun.set() or forked.wait()))
+    thread.start()
+    assert begun.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=unpacked.Unpacked().get, args=(0, 1, str))
+    child.start()
+    child.join(60)
+    child.kill()
+    forked.set()
+    thread.join()
+    assert child.exitcode == 0
 
 
 def test_numbers_of_an_example_take_memory_in_proportion_to_them():

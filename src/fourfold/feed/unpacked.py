@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fourfold.environment.host_limits import total_bytes
 from fourfold.environment.world import from_environment
@@ -82,17 +82,11 @@ def load_json(content: bytes | str) -> Any:
     return json.loads(content)
 
 
-class _Part(NamedTuple):
-    last_use: int
-    num_bytes: int
-    content: Any
-
-
 class Unpacked(Generic[T]):
     """Parts of a source in memory: at most MAX_HELD."""
 
     def __init__(self) -> None:
-        self._held = OrderedDict[Hashable, _Part]()
+        self._held = OrderedDict[Hashable, tuple[int, int, T]]()  # each with its last use and its bytes
         _SOURCES.add(self)
 
     def __reduce__(self) -> Any:  # to a worker process goes nothing that is unpacked
@@ -101,27 +95,19 @@ class Unpacked(Generic[T]):
     def get(self, key: Hashable, num_bytes: int, unpack: Callable[[], T]) -> T:
         """The part, from `unpack` if it is not held. Raises ValueError if its `num_bytes` are more than the share."""
         with _LOCK:  # one thread unpacks, and others wait for what they will need too
-            part = self._held.pop(key, None)
+            _, num_bytes, part = self._held.pop(key, (0, num_bytes, None))
             if part is None:
                 check_fits(num_bytes, "a part")
                 if len(self._held) == MAX_HELD:
                     self._held.popitem(last=False)
                 _make_room(num_bytes)
-                part = _Part(0, num_bytes, unpack())
-            self._held[key] = part._replace(last_use=next(_USES))
-            return part.content
+                part = unpack()
+            self._held[key] = next(_USES), num_bytes, part
+            return part
 
 
 _SOURCES, _USES = weakref.WeakSet[Unpacked[Any]](), itertools.count()
 _LOCK = threading.RLock()  # what is unpacked may have parts
-
-
-def _make_room(num_bytes: int) -> None:
-    """Give up parts of any source until so much more fits."""
-    while held := [source._held for source in _SOURCES if source._held]:
-        if sum(part.num_bytes for each in held for part in each.values()) + num_bytes <= share_bytes():
-            return
-        min(held, key=lambda each: next(iter(each.values())).last_use).popitem(last=False)
 
 
 def _renew_lock() -> None:
@@ -131,3 +117,11 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _make_room(num_bytes: int) -> None:
+    """Give up parts of any source until so much more fits."""
+    while held := [source._held for source in _SOURCES if source._held]:
+        if sum(part[1] for each in held for part in each.values()) + num_bytes <= share_bytes():
+            return
+        min(held, key=lambda each: next(iter(each.values()))[0]).popitem(last=False)
