@@ -128,6 +128,6 @@ def test_the_longest_wait_is_shown_once_it_has_lasted_and_no_step_ends() -> None
         since = known_waits.read(other).since
         assert wait_text(heartbeat, since + 2) == ""
         assert wait_text(heartbeat, since + 72) == "rank 1 waits 1:12 for http://host/x: refused"
-        heartbeat._phase_start = since + 71  # a step has ended: the wait is for batches that are read ahead
+        heartbeat.phase_start = since + 71  # a step has ended: the wait is for batches that are read ahead
         assert wait_text(heartbeat, since + 72) == ""
     known_waits.write_to(memoryview(bytearray(8 * SLOT_WORDS)).cast("q"))

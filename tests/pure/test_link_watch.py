@@ -38,7 +38,7 @@ def stepping(at: float, *, step_seconds: float = 0.1) -> Heartbeat:
     """The heartbeat of a rank that has finished a step at this moment."""
     heartbeat = Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
     heartbeat.beat(7)
-    heartbeat._phase_start = at
+    heartbeat.phase_start = at
     heartbeat._step_seconds.clear()
     heartbeat._step_seconds.append(step_seconds)
     return heartbeat
@@ -159,7 +159,7 @@ def test_a_link_that_is_slow_outside_of_the_steps_is_named_too(pair, monkeypatch
     monkeypatch.setattr(watch_module, "main_thread_waits", lambda: True)
     heartbeat = stepping(100.0) if is_paused else Heartbeat(memoryview(bytearray(8 * RECORD_WORDS)).cast("q"))
     with heartbeat.pause():
-        heartbeat._phase_start = 100.0
+        heartbeat.phase_start = 100.0
         answering(pair[0].peers[1], 0.25, at=103.5)
         watch = LinkWatch(pair[0], heartbeat, said.append, None)
         assert [watch.look(now) for now in (102.9, 104.0, 105.0)] == [""] * 3

@@ -107,13 +107,6 @@ def accumulation_bytes(bucket: Bucket) -> int:
     return max(4, bucket.element_bytes)
 
 
-class MessageSection(NamedTuple):
-    """A part of a message: `num_items` numbers of `item_bytes` each."""
-
-    num_items: int
-    item_bytes: int
-
-
 class MessageLayout(NamedTuple):
     """Where the sections of a message begin, in bytes, and the length of the message."""
 
@@ -121,8 +114,11 @@ class MessageLayout(NamedTuple):
     num_bytes: int
 
 
-def pack_sections(sections: Sequence[MessageSection]) -> MessageLayout:
-    """The sections end to end, each aligned to its numbers. Messages lie end to end too, so the length is aligned."""
+def pack_sections(sections: Sequence[tuple[int, int]]) -> MessageLayout:
+    """The sections end to end, each so many numbers of so many bytes, aligned to its numbers.
+
+    Messages lie end to end too, so the length is aligned.
+    """
     starts, end = [], 0
     for num_items, item_bytes in sections:
         start = -(-end // item_bytes) * item_bytes
@@ -141,8 +137,8 @@ def _cast_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[Codec
 def blockwise_layout(bucket: Bucket) -> MessageLayout:
     """int8: one scale per block of 256 elements, then one byte per element."""
     num_elements = unpadded_length(bucket)
-    scales = MessageSection(-(-num_elements // SCALE_BLOCK), accumulation_bytes(bucket))
-    return pack_sections([scales, MessageSection(num_elements, 1)])
+    scales = (-(-num_elements // SCALE_BLOCK), accumulation_bytes(bucket))
+    return pack_sections([scales, (num_elements, 1)])
 
 
 def _int8_rounds(spec: CodecSpec, bucket: Bucket, shapes: Shapes) -> tuple[CodecRound, ...]:
@@ -181,8 +177,8 @@ class SparseSpec:
     def message_layout(self, bucket: Bucket) -> MessageLayout:
         """Counts by index block (int32), values (dense ranges first), indices (int16)."""
         num_counts = -(-unpadded_length(bucket) // INDEX_BLOCK) if self.sparse_ranges else 0
-        values = MessageSection(self.num_dense + self.capacity, bucket.element_bytes)
-        return pack_sections([MessageSection(num_counts, 4), values, MessageSection(self.capacity, 2)])
+        values = (self.num_dense + self.capacity, bucket.element_bytes)
+        return pack_sections([(num_counts, 4), values, (self.capacity, 2)])
 
 
 def topk_spec(bucket: Bucket, density: float) -> SparseSpec:

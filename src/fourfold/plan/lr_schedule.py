@@ -195,7 +195,7 @@ class LRSchedule:
         curve = task_schedule if task_schedule is not None and self.schedule is None else None
 
         def factor(step: int) -> float:
-            scheduled = curve(step) if curve is not None else self._schedule_factor(step, steps)
+            scheduled = CURVES[self.schedule or "constant"](self, step, steps) if curve is None else curve(step)
             return scale * self._warmup_factor(step, scale) * scheduled
 
         return factor
@@ -206,9 +206,6 @@ class LRSchedule:
         # Not from 0: the first step would change nothing. This line is 0 one step before the first.
         start = 1.0 / scale if scale > 1 else 1.0 / (self.warmup + 1)
         return start + (1.0 - start) * step / self.warmup
-
-    def _schedule_factor(self, step: int, steps: int) -> float:
-        return CURVES[self.schedule or "constant"](self, step, steps)
 
     def _progress(self, step: int, steps: int) -> float:
         """The fraction of the steps after warm-up that are done at `step`."""

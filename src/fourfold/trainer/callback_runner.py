@@ -67,12 +67,6 @@ class CallbackRunner:
                 states |= {name: state} if state else {}
         return states
 
-    def _load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
-        for name, each in list(self._active.items()):
-            if name in states:
-                with self._switching_off(name, "load_state_dict"):
-                    each.load_state_dict(states[name])
-
     # ---- hooks
 
     def start(self, step: TrainStep, settings: RunSettings, progress: TrainingProgress) -> None:
@@ -80,7 +74,10 @@ class CallbackRunner:
         if not self._active:
             return
         self._last_step, self._is_running = progress.step, True
-        self._load_states(progress.callbacks)
+        for name, each in list(self._active.items()):
+            if name in progress.callbacks:
+                with self._switching_off(name, "load_state_dict"):
+                    each.load_state_dict(progress.callbacks[name])
         event = StartEvent(
             folder=self._logger.run_path,
             name=self._logger.run_path.name,

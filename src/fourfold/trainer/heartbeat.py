@@ -74,7 +74,8 @@ class Heartbeat:
         self.step = -1
         self._step_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._pause_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
-        self._phase_start = time.monotonic()
+        self.phase_start = time.monotonic()
+        """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
 
     @property
     def num_ranks(self) -> int:
@@ -93,11 +94,6 @@ class Heartbeat:
         return known_waits.read(self._words[self._offset :][WAIT_WORDS])
 
     @property
-    def phase_start(self) -> float:
-        """When the last step, evaluation or checkpoint began or ended, on the monotonic clock."""
-        return self._phase_start
-
-    @property
     def is_stepping(self) -> bool:
         """Whether a step has ended, and neither an evaluation nor a checkpoint has begun since."""
         return self._words[self._offset + PHASE] == STEPPING
@@ -114,7 +110,7 @@ class Heartbeat:
     def beat(self, step: int) -> None:
         """`step` has finished."""
         now = time.monotonic()
-        self._step_seconds.append(now - self._phase_start)
+        self._step_seconds.append(now - self.phase_start)
         self._set_phase(STEPPING, now, self.step_seconds)
         self._words[self._offset + STEP] = self.step = step
 
@@ -137,7 +133,7 @@ class Heartbeat:
 
     def _set_phase(self, phase: int, now: float, typical_seconds: float) -> None:
         # The phase last: a reader in between sees an old phase that began just now, not a new one that began long ago.
-        self._phase_start = now
+        self.phase_start = now
         self._words[self._offset + PHASE_START] = int(now * 1e9)
         self._words[self._offset + TYPICAL_SECONDS] = int(typical_seconds * 1e9)
         self._words[self._offset + PHASE] = phase

@@ -27,7 +27,7 @@ from fourfold.trainer.callback_runner import CallbackRunner
 from fourfold.trainer.evaluate import evaluate
 from fourfold.trainer.heartbeat import Heartbeat
 from fourfold.trainer.lr_factors import lr_factors
-from fourfold.trainer.memory_log import MemoryLog
+from fourfold.trainer.memory_log import FIRST_MEASURED_STEP, MemoryLog
 from fourfold.trainer.meters import DataMeter, StragglerDetector
 from fourfold.trainer.run_length import RunSettings
 from fourfold.trainer.run_logger import RunLogger, RunResult
@@ -98,9 +98,13 @@ class TrainingLoop:
                 losses = [*losses, metrics.loss][-AVERAGED_STEPS:]
             self._update_average(number + 1, metrics, period)
             stragglers.step_done(number + 1, metrics.data_seconds)
-            self._log_step(number + 1, metrics, lr=lr, loss=training_loss(losses))
+            self.logger.log_step(number + 1, metrics, lr=lr, loss=training_loss(losses))
+            self.callbacks.step(number + 1, metrics, lr=lr)
+            self.heartbeat.beat(number + 1)
+            self._report_checkpoints()
             meter.step_done(number + 1, metrics)
-            self.memory.log_first(number + 1)
+            if number + 1 == FIRST_MEASURED_STEP:
+                self.memory.log(number + 1)
             damaged = self._add_damaged(progress, number + 1, metrics.damaged)
             progress = TrainingProgress(number + 1, losses, {}, progress.best, damaged=damaged)
             if progress.step < last and step.is_synchronized:
@@ -149,12 +153,6 @@ class TrainingLoop:
         if problem is not None:
             raise DataError(problem, where=f"the data of step {step_number}")
         return damaged
-
-    def _log_step(self, step_number: int, metrics: Metrics, *, lr: float, loss: float) -> None:
-        self.logger.log_step(step_number, metrics, lr=lr, loss=loss)
-        self.callbacks.step(step_number, metrics, lr=lr)
-        self.heartbeat.beat(step_number)
-        self._report_checkpoints()
 
     def _report_checkpoints(self) -> None:
         self.checkpoints.report_failures()

@@ -27,7 +27,7 @@ from fourfold.torch_kit.memory import memory_use
 from fourfold.trainer.run_logger import RunLogger
 from fourfold.words.task import Task
 
-FIRST_MEASURED_STEP = 3
+FIRST_MEASURED_STEP = 3  # from here on memory does not grow
 
 
 class MemoryLog:
@@ -41,11 +41,6 @@ class MemoryLog:
         self, step: TrainStep, logger: RunLogger, *, before_bytes: int | None, predicted: Mapping[str, float] | None
     ) -> None:
         self._step, self._logger, self._before_bytes, self._predicted = step, logger, before_bytes, predicted
-
-    def log_first(self, step_number: int) -> None:
-        """After a step: log, if it is the one from which on memory does not grow. Collective."""
-        if step_number == FIRST_MEASURED_STEP:
-            self.log(step_number)
 
     def log(self, step_number: int) -> None:
         """Log what all ranks hold after a step. Collective."""

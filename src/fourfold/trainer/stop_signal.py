@@ -183,13 +183,11 @@ class StopSignalHandler:
         if self._world.size > 1 and waits_for_peers(frame.filename for frame in frames):
             self._exit(number, "")  # the rank it waits for prints where it is
         why = f"stopped by {signal.Signals(number).name}: "
-        why += "it did not end by itself" if self._interrupted_at is not None else self._limit_text()
+        limit = f"{self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
+        overdue = f"no step, evaluation or checkpoint ended within {limit}{self._heartbeat.wait.clause}"
+        why += "it did not end by itself" if self._interrupted_at is not None else overdue
         stack = "".join(traceback.format_list(frames)).rstrip()
         self._exit(number, why, f"\nit was here, innermost first\n{stack}")
-
-    def _limit_text(self) -> str:
-        limit = f"{self._limit_seconds:g} s ({STOP_SECONDS_VARIABLE})"
-        return f"no step, evaluation or checkpoint ended within {limit}{self._heartbeat.wait.clause}"
 
     def _exit(self, number: int, text: str, details: str = "") -> NoReturn:
         try:
