@@ -9,7 +9,7 @@ Sources: LARS, You, Gitman, Ginsburg 2017 (arXiv 1708.03888), eq. 6 and algorith
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,18 +85,28 @@ def _squared_norm(tensor: Tensor) -> Tensor:
 # ---- lars and lamb -------------------------------------------------------------------------------------------------
 
 
-def _step(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    pending = begin_update(optimizer, range(count), num_parameters=count)
-    finish_update(pending, pending.squared_norms)
-    return loss
+class _LayerwiseOptimizer(Optimizer):
+    """An optimizer with a trust ratio. `below_one`: its options from 0 to below 1."""
+
+    below_one: ClassVar[tuple[str, ...]]
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        super().add_param_group(_checked_group(param_group, self.defaults, type(self).__name__, self.below_one))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; parameters whose `.grad` is None are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        count = sum(len(group["params"]) for group in self.param_groups)
+        pending = begin_update(cast("LARS | LAMB", self), range(count), num_parameters=count)
+        finish_update(pending, pending.squared_norms)
+        return loss
 
 
-class LARS(Optimizer):
+class LARS(_LayerwiseOptimizer):
     """Momentum SGD with layer-wise rates (You et al. 2017, algorithm 1), its momentum in the paper's form:
 
     λ = trust · ‖w‖ / (‖g‖ + weight_decay · ‖w‖ + eps)
@@ -107,6 +117,8 @@ class LARS(Optimizer):
     plain rate of SGD, so a group of biases and gains needs a smaller one than the matrices.
     Raises OptimizerError for options out of range and for a group without elements.
     """
+
+    below_one = ("momentum",)
 
     def __init__(
         self,
@@ -121,16 +133,6 @@ class LARS(Optimizer):
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "eps": eps}
         super().__init__(params, {**options, "adapt": adapt})
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        super().add_param_group(
-            _checked_group(param_group, self.defaults, type(self).__name__, below_one=("momentum",))
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; parameters whose `.grad` is None are left as they are."""
-        return _step(self, closure)
 
     def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
         """What the weight's norm is compared with: the gradient, as the paper takes its norm before weight decay is
@@ -152,7 +154,7 @@ class LARS(Optimizer):
         weight.sub_(buffer.add_(step.mul_(ratio * group["lr"])))
 
 
-class LAMB(Optimizer):
+class LAMB(_LayerwiseOptimizer):
     """Adam with layer-wise rates (You et al. 2020, algorithm 2), bias correction included:
 
     m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
@@ -162,6 +164,8 @@ class LAMB(Optimizer):
     The ratio is one number per parameter. It is 1 if ‖w‖ or ‖u‖ is 0, or if the group has `adapt=False`: there the
     update is AdamW's. Raises OptimizerError for options out of range and for a group without elements.
     """
+
+    below_one = ("betas",)
 
     def __init__(
         self,
@@ -174,14 +178,6 @@ class LAMB(Optimizer):
         adapt: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        super().add_param_group(_checked_group(param_group, self.defaults, type(self).__name__, below_one=("betas",)))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; parameters whose `.grad` is None are left as they are."""
-        return _step(self, closure)
 
     def update_direction(self, weight: Tensor, state: dict[str, Any], group: ParamGroup) -> Tensor:
         """u: Adam's direction plus weight decay."""
@@ -211,7 +207,7 @@ class LAMB(Optimizer):
 LAYERWISE: tuple[type[Optimizer], ...] = (LARS, LAMB)
 
 
-def _checked_group(group: ParamGroup, defaults: ParamGroup, class_name: str, *, below_one: Iterable[str]) -> ParamGroup:
+def _checked_group(group: ParamGroup, defaults: ParamGroup, class_name: str, below_one: Iterable[str]) -> ParamGroup:
     """The group with its parameters in a list. Raises OptimizerError with all problems."""
     params = group["params"]
     members = [params] if isinstance(params, Tensor) else list(params)

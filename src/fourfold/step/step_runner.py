@@ -329,12 +329,6 @@ class StepRunner:
         self._learn_use_orders()
         return ForwardRun(part, step.outputs[0], step.losses[0]) if 0 in step.losses else None
 
-    def check_dry_run(self, call: str) -> None:
-        """Raise SettingError unless a dry run has shown what the modules of other stages return."""
-        if not self._assembly.pipeline.known.outputs:
-            need = "a batch before, which shows each stage what the others return"
-            raise SettingError(Problem(f"{call} before the first step", need, "step.dry_run(batch)"))
-
     def infer(self, inputs: Any) -> Any:
         """The model's outputs, on this rank only, while weights are unsharded and no gradient is recorded.
 
@@ -440,7 +434,9 @@ def inference_model(model: nn.Module, runner: StepRunner, pipeline: PipelineAxis
     if not pipeline.is_cut:
         yield InferenceModel(model, runner.infer)
         return
-    runner.check_dry_run("step.inference()")
+    if not pipeline.known.outputs:
+        need = "a batch before, which shows each stage what the others return"
+        raise SettingError(Problem("step.inference() before the first step", need, "step.dry_run(batch)"))
     forward, is_instances_own = model.forward, "forward" in vars(model)
 
     def restore() -> None:
