@@ -178,6 +178,8 @@ class StepState:
     """Actions that have run within another one, and that the executor skips."""
 
     def __post_init__(self) -> None:
+        self.stage = self.parts.stage
+        """What the actions of this rank work with."""
         self.nominal_count = self.request.nominal_count
         self._host_totals = dict.fromkeys(TOTALS, 0.0)
         """This rank's totals."""
@@ -198,11 +200,6 @@ class StepState:
     def is_skipped(self) -> bool:
         """Whether the step changes no weight; known with the totals, and with the norm if it is measured."""
         return self.bad_reason is not None or self.overflowed
-
-    @property
-    def stage(self) -> Stage:
-        """What the actions of this rank work with."""
-        return self.parts.stage
 
     @property
     def last_nonempty(self) -> int:
