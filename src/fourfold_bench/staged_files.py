@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import xxhash
 
 from fourfold.feed.position import Expected
-from fourfold.feed.source import BatchSource
 from fourfold.feed.staging.shard_cache import Shard, ShardCache
 from fourfold.feed.staging.stager import Stager
+from fourfold.words.task import Source
 from fourfold_bench.source import DataShape, FileSource, Reads
 
 # ---- the origin's rate -----------------------------------------------------------------------------------------------
@@ -32,8 +32,10 @@ class SharedTime(Protocol):
     def get_lock(self) -> AbstractContextManager[Any]: ...
 
 
-class CountedSource(BatchSource, Protocol):
-    """A source that counts what it reads from storage."""
+class CountedSource(Source, Protocol):
+    """A source that reads a whole batch at once, and counts what it reads from storage."""
+
+    def fetch(self, indices: Sequence[int], /) -> Any: ...
 
     @property
     def bytes_read(self) -> int: ...

@@ -29,12 +29,6 @@ from fourfold.words.task import Source
 MAX_NAMED_SAMPLES = 8
 
 
-class BatchSource(Source, Protocol):
-    """A source that reads a whole batch at once, cheaper than sample by sample."""
-
-    def fetch(self, indices: Sequence[int], /) -> Any: ...
-
-
 def fetch(source: Source, indices: Sequence[int], *, before_sample: Callable[[int], None] | None = None) -> Any:
     """The batch of these samples, in this order: by `source.fetch` if the source has it, else stacked samples.
 

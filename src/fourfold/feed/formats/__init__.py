@@ -1,1 +1,1 @@
-"""Foreign formats as sources: their records are read where they are, without packing."""
+"""Files as sources: their records are read where they are, without packing."""
