@@ -1,6 +1,7 @@
 """Laws of links between hosts: who names a slow or cut one, when, and when a run ends."""
 
 import json
+import re
 import socket
 import time
 import types
@@ -12,6 +13,7 @@ from fourfold.comm.peer_beats import BEAT_SECONDS, NUM_ANSWERS, Peer, PeerBeats
 from fourfold.trainer import link_watch as watch_module
 from fourfold.trainer.heartbeat import RECORD_WORDS, Heartbeat
 from fourfold.trainer.link_watch import LinkWatch
+from fourfold.trainer.progress import format_seconds
 
 
 def loopback() -> socket.socket:
@@ -165,6 +167,46 @@ def test_a_link_that_is_slow_outside_of_the_steps_is_named_too(pair, monkeypatch
         assert [watch.look(now) for now in (102.9, 104.0, 105.0)] == [""] * 3
     names = "rank 0 (host a) and rank 1 (host b)"
     assert said == [f"{names}: a slow link: both wait, 4 s into {place}; an answer takes 250 ms"]
+
+
+@pytest.mark.parametrize(("slow_seconds", "answer", "waits", "expected"), [
+    (1.8, 0.25, True, True),
+    (0.05, 0.25, True, True),  # many short steps
+    (1.8, 0.25, False, False),  # this rank computes
+    (1.8, 0.002, True, False),  # the link is as quick as ever
+    (0.02, 0.25, True, False),  # steps take hardly longer
+])  # fmt: skip
+def test_steps_that_all_take_longer_show_a_slow_link_which_is_named_when_it_begins_and_when_it_ends(
+    pair, monkeypatch, slow_seconds: float, answer: float, waits: bool, expected: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(watch_module, "main_thread_waits", lambda: waits)
+    usual, peer = slow_seconds / 8 if slow_seconds != 0.02 else 0.01, pair[0].peers[1]
+    heartbeat = stepping(100.0, step_seconds=usual)
+    watch, now = LinkWatch(pair[0], heartbeat, said.append, None), 100.0
+
+    def run(seconds: float, step_seconds: float, answer_seconds: float) -> None:
+        nonlocal now
+        answering(peer, answer_seconds, at=now)
+        end, next_step = now + seconds, now + step_seconds
+        while now < end:
+            now += 0.1
+            peer.heard_at = now
+            while next_step <= now:
+                monkeypatch.setattr("time.monotonic", lambda at=next_step: at)
+                heartbeat.beat(heartbeat.step + 1)
+                next_step += step_seconds
+            assert watch.look(now) == ""
+
+    run(10, usual, 0.001)
+    run(25, slow_seconds, answer)
+    assert len(said) == expected
+    run(10, usual, 0.001)
+    run(10, usual, 0.001)
+    names = "rank 0 (host a) and rank 1 (host b)"
+    slow = rf"a slow link: a step takes .*, mostly waiting, and took {re.escape(format_seconds(usual))}; an answer .*"
+    patterns = [rf"{re.escape(names)}: {text}" for text in (slow, "no longer slow: a step takes .*")][: 2 * expected]
+    assert [bool(re.fullmatch(*each)) for each in zip(patterns, said, strict=True)] == [True] * len(said)
 
 
 def test_of_several_links_the_slowest_is_named_by_the_first_of_its_ends(pair, monkeypatch) -> None:

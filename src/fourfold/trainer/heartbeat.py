@@ -103,6 +103,11 @@ class Heartbeat:
         """The median of the last steps; 0 before the first."""
         return statistics.median(self._step_seconds) if self._step_seconds else 0.0
 
+    def mean_seconds(self, num_steps: int) -> float:
+        """The mean of the last `num_steps`, or of as many as are remembered; 0 if there were none."""
+        last = list(self._step_seconds)[-num_steps:] if num_steps else []
+        return statistics.fmean(last) if last else 0.0
+
     def set_resumed_step(self, step: int) -> None:
         """Training resumes after `step`; the next step is this process's first."""
         self._words[self._offset + RESUMED_STEP] = step

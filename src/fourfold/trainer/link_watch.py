@@ -1,8 +1,8 @@
 """Watch: threads beside a run that say which link between hosts is slow or cut, and what its ranks wait for.
 
 silent   a peer of which nothing was heard for MISSED_BEATS beats
-slow     a link whose answers take much longer than they did, while its two ends wait: in a step that lasts much longer
-         than their steps do, or in the start, an evaluation or a checkpoint
+slow     a link whose answers take much longer than they did, while its two ends wait: in steps that last much longer
+         than those before, or in the start, an evaluation or a checkpoint; until answers and steps are quick again
 wait     what ranks know that they wait for (`environment/known_waits.py`): shown once it has lasted a while
 Law: a link that is slow or cut for a while changes nothing but the time; only silence for `peer_timeout` ends a run.
 """
@@ -12,8 +12,9 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fourfold.comm.communicator import Communicator
 from fourfold.comm.peer_beats import BEAT_SECONDS, Peer, PeerBeats, open_beats
@@ -30,7 +31,7 @@ from fourfold.words.errors import REQUEUE_EXIT_CODE
 
 MISSED_BEATS = 3
 LISTEN_SECONDS = 0.1
-SLOW_FACTOR = 3  # of a step's usual length
+SLOW_FACTOR, QUICK_FACTOR = 3, 2  # of a step's usual length
 ANSWER_FACTOR = 5  # of the link's quickest answer
 MIN_SLOW_SECONDS = 0.05  # for an answer: what a busy host may take
 
@@ -76,6 +77,15 @@ def _thread(run: Callable[[threading.Event], None], *, name: str) -> Iterator[No
         thread.join()
 
 
+class _Look(NamedTuple):
+    """What was seen of this rank at one moment: its last step, the median length of its steps, whether it waits."""
+
+    at: float
+    step: int
+    median: float
+    waits: bool
+
+
 class LinkWatch:
     """What is said of the links of this host."""
 
@@ -84,8 +94,12 @@ class LinkWatch:
     ) -> None:
         self._beats, self._heartbeat, self._say, self._timeout = beats, heartbeat, say, timeout_seconds
         self._silent_since: dict[int, float] = {}
-        self._slow_step: int | None = None
-        """The step in which a slow link was named."""
+        self._looks = deque[_Look]()
+        """Of the last six beats in which steps were done; of this moment otherwise."""
+        self._slow: Peer | None = None
+        """The peer at the other end of the link that was said to be slow, until it is quick again."""
+        self._usual_seconds = 0.0
+        """How long steps took before a link was slow; 0: unknown."""
 
     def look(self, now: float) -> str:
         """Say what is new. Returns why the run cannot go on; "" if it can."""
@@ -94,9 +108,8 @@ class LinkWatch:
                 continue
             if lost := self._look_at(index, peer, peer.heard_at, now):
                 return lost
-        if not self._silent_since and self._is_slow(now) and (peer := self._slowest()):
-            self._slow_step, answer = self._heartbeat.step, format_seconds(peer.answer_seconds)
-            self._say(f"{self._beats.own} and {peer}: a slow link: {self._wait_text(now)}; an answer takes {answer}")
+        if not self._silent_since:
+            self._look_for_slow(now)
         return ""
 
     def _look_at(self, index: int, peer: Peer, heard_at: float, now: float) -> str:
@@ -116,18 +129,45 @@ class LinkWatch:
                 self._say(f"{names} hear each other again, after {heard_at - since:.0f} s")
         return ""
 
-    def _is_slow(self, now: float) -> bool:
-        heartbeat = self._heartbeat
-        limit = max(MISSED_BEATS * BEAT_SECONDS, SLOW_FACTOR * heartbeat.step_seconds)
-        is_new = self._slow_step != heartbeat.step
-        return is_new and now - heartbeat.phase_start > limit and main_thread_waits()
+    def _look_for_slow(self, now: float) -> None:
+        heartbeat, window = self._heartbeat, MISSED_BEATS * BEAT_SECONDS
+        if not heartbeat.is_stepping:
+            self._looks.clear()
+        self._looks.append(_Look(now, heartbeat.step, heartbeat.step_seconds, main_thread_waits()))
+        while self._looks[0].at < now - 2 * window:
+            self._looks.popleft()
+        lasting = self._lasting_seconds(now - window)
+        if self._slow is None:
+            self._usual_seconds = self._looks[0].median or heartbeat.step_seconds
+            text = self._slow_text(now, window, lasting)
+            self._slow = self._slowest() if text else None
+            if self._slow is not None:
+                answer = format_seconds(self._slow.answer_seconds)
+                self._say(f"{self._beats.own} and {self._slow}: a slow link: {text}; an answer takes {answer}")
+        elif self._slow.has_left:
+            self._slow = None
+        elif 0 < lasting <= QUICK_FACTOR * (self._usual_seconds or lasting) and self._slow.is_quick(_limit(self._slow)):
+            self._say(f"{self._beats.own} and {self._slow}: no longer slow: a step takes {format_seconds(lasting)}")
+            self._slow = None
 
-    def _wait_text(self, now: float) -> str:
-        heartbeat, seconds = self._heartbeat, f"{now - self._heartbeat.phase_start:.0f} s"
-        if heartbeat.is_stepping:
-            return f"both have waited for {seconds} in a step, which took {format_seconds(heartbeat.step_seconds)}"
-        place = "the start and the first step" if heartbeat.step < 0 else "an evaluation or a checkpoint"
-        return f"both wait, {seconds} into {place}"
+    def _lasting_seconds(self, begin: float) -> float:
+        """The mean length of the steps that have ended since `begin`; 0 if none has, or there were pauses since."""
+        before = [look.step for look in self._looks if look.at <= begin]
+        return self._heartbeat.mean_seconds(self._looks[-1].step - before[-1]) if before else 0.0
+
+    def _slow_text(self, now: float, window: float, lasting: float) -> str:
+        """How long this rank waits, where that is much longer than usual; otherwise ""."""
+        heartbeat, usual = self._heartbeat, self._usual_seconds
+        waits = [look.waits for look in self._looks if look.at > now - window]
+        age, had = now - heartbeat.phase_start, f"took {format_seconds(usual)}"
+        if age > max(window, SLOW_FACTOR * usual) and waits[-1]:
+            if heartbeat.is_stepping:
+                return f"both have waited for {age:.0f} s in a step, which {had}"
+            place = "the start and the first step" if heartbeat.step < 0 else "an evaluation or a checkpoint"
+            return f"both wait, {age:.0f} s into {place}"
+        if lasting > SLOW_FACTOR * usual and 2 * sum(waits) > len(waits):
+            return f"a step takes {format_seconds(lasting)}, mostly waiting, and {had}"
+        return ""
 
     def _slowest(self) -> Peer | None:
         """The peer that answers slowest, if that link is slow, this host tells of it, and the peer waits too."""
@@ -135,8 +175,12 @@ class LinkWatch:
         index, peer = max(peers, key=lambda each: each[1].answer_seconds, default=(-1, None))
         if peer is None or index < self._beats.index or not peer.is_waiting:
             return None
-        limit = max(MIN_SLOW_SECONDS, ANSWER_FACTOR * peer.fastest_seconds)
-        return peer if peer.answer_seconds > limit else None
+        return peer if peer.answer_seconds > _limit(peer) else None
+
+
+def _limit(peer: Peer) -> float:
+    """How long a quick answer may take."""
+    return max(MIN_SLOW_SECONDS, ANSWER_FACTOR * peer.fastest_seconds)
 
 
 def main_thread_waits() -> bool:
