@@ -2,8 +2,7 @@
 
 marker   a file in an unfinished checkpoint by which a rank reports on its own file
   rank-000.json        it is on the disk: its size, its checksum, and what the manifest will say of it
-  rank-000.failed-028  it could not be written, with errno 28 (000: none): the reason, or nothing if the disk did not
-                       take even that
+  rank-000.failed-028  it could not be written, for errno 28 (000: none); a full disk has room for a name
 manifest what rank 0 makes of the markers of all ranks
 commit   rank 0 gives the folder a checkpoint's name
 Law: a rank writes its marker last; after it, the rank writes nothing in the folder. A checkpoint gets its name when
@@ -336,23 +335,8 @@ def _read_marker(path: Path) -> DoneMarker:
         raise CheckpointError(Problem(f"{path.name}{DONE_SUFFIX}: {error}", "a rank's marker")) from None
 
 
-def _write_failed_marker(path: Path, error: OSError) -> None:
-    """Raises OSError if the disk takes no name either."""
-    suffix = f"{FAILED_SUFFIX}-{error.errno or 0:03d}"
-    try:
-        write_marker(path, suffix, _error_text(error).encode())
-    except OSError:  # a name has room on a full disk
-        path.with_suffix(suffix).touch()
-
-
 def _failed_marker(path: Path) -> Path | None:
     return next(path.parent.glob(f"{path.name}{FAILED_SUFFIX}-[0-9][0-9][0-9]"), None)
-
-
-def _read_failed_marker(path: Path, rank: int) -> Problem:
-    number = int(path.suffix.rpartition("-")[2])
-    unknown = os_error_text(OSError(number, os.strerror(number))) if number else "its file could not be written"
-    return _write_problem(f"rank {rank}: {path.read_text() or unknown}", number)
 
 
 def _has_marker(path: Path) -> bool:
@@ -367,7 +351,9 @@ def wait_for_marker(path: Path, rank: int, missing_reason: Callable[[int], str],
     reason = ""
     while not path.with_suffix(DONE_SUFFIX).exists():
         if (failed := _failed_marker(path)) is not None:
-            return _read_failed_marker(failed, rank)
+            number = int(failed.suffix.rpartition("-")[2])
+            text = os.strerror(number).lower() if number else "its file could not be written"
+            return _write_problem(f"rank {rank}: {text}", number)
         if time.monotonic() > deadline:
             return _write_problem(f"the file of rank {rank} did not arrive in time")
         # Look at the marker once more before giving up: a checkpoint whose files are all written must not be deleted.
@@ -499,7 +485,7 @@ class CheckpointWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-                _write_failed_marker(marker, error)
+                marker.with_suffix(f"{FAILED_SUFFIX}-{error.errno or 0:03d}").touch()
             return _write_problem(f"rank {self._rank}: {_error_text(error)}", error.errno)
         return None
 

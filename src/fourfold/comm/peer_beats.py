@@ -54,10 +54,6 @@ class Peer:
         """The quickest of the last NUM_ANSWERS, because one alone may have waited for a core; 0 before so many."""
         return min(self.answers) if len(self.answers) == NUM_ANSWERS else 0.0
 
-    def is_quick(self, limit_seconds: float) -> bool:
-        """Whether none of the last NUM_ANSWERS took longer."""
-        return len(self.answers) == NUM_ANSWERS and max(self.answers) <= limit_seconds
-
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host})"
 

@@ -44,7 +44,6 @@ class _Waits:
     def __init__(self) -> None:
         self.slot = memoryview(bytearray(8 * SLOT_WORDS)).cast("q")
         self.place: tuple[str, int] | None = None
-        """The file that the slot is in, and its first int64; None: it is in memory."""
         self.numbers = itertools.count()
         self.reset()
 
@@ -91,16 +90,13 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
             _waits.publish()
 
 
-def write_to(slot: memoryview) -> None:
-    """From now on the waits of this process, and of those that it forks later, stand in `slot`: SLOT_WORDS int64s."""
+def write_to(slot: memoryview, place: tuple[str, int] | None = None) -> None:
+    """From now on the waits of this process, and of those that it forks later, stand in `slot`: SLOT_WORDS int64s.
+
+    place: the file that it is in, and its first int64 there, for `HandedSlot`
+    """
     with _waits.lock:
-        _waits.slot, _waits.place = slot, None
-
-
-def write_to_file(path: str, start: int) -> None:
-    """The same in a file, from its int64 number `start` on. `HandedSlot` hands it to processes that are spawned."""
-    write_to(mapped_words(Path(path))[start : start + SLOT_WORDS])
-    _waits.place = path, start
+        _waits.slot, _waits.place = slot, place
 
 
 def mapped_words(path: Path) -> memoryview:
@@ -122,7 +118,8 @@ class HandedSlot:
     def take(self) -> None:
         """In the new process: its waits stand in the slot from now on."""
         if self._place is not None:
-            write_to_file(*self._place)
+            path, start = self._place
+            write_to(mapped_words(Path(path))[start : start + SLOT_WORDS], self._place)
 
 
 def read(slot: memoryview) -> KnownWait:

@@ -152,10 +152,10 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Heartbeat:
     path = environ.get(HEARTBEAT_VARIABLE)
     if path is None:
         words, index = memoryview(mmap.mmap(-1, 8 * RECORD_WORDS)).cast("q"), 0  # shared with forks
-        known_waits.write_to(words[WAIT_WORDS])
     else:
         words, index = known_waits.mapped_words(Path(path)), int(environ["LOCAL_RANK"])
-        known_waits.write_to_file(path, index * RECORD_WORDS + WAIT_WORDS.start)
+    start = index * RECORD_WORDS
+    known_waits.write_to(words[start:][WAIT_WORDS], None if path is None else (path, start + WAIT_WORDS.start))
     return Heartbeat(words, index, has_reader=path is not None)
 
 

@@ -144,9 +144,9 @@ class LinkWatch:
             if self._slow is not None:
                 answer = format_seconds(self._slow.answer_seconds)
                 self._say(f"{self._beats.own} and {self._slow}: a slow link: {text}; an answer takes {answer}")
-        elif self._slow.has_left:
-            self._slow = None
-        elif 0 < lasting <= QUICK_FACTOR * (self._usual_seconds or lasting) and self._slow.is_quick(_limit(self._slow)):
+            return
+        has_quick_answers = max(self._slow.answers, default=BEAT_SECONDS) <= _limit(self._slow)
+        if has_quick_answers and 0 < lasting <= QUICK_FACTOR * (self._usual_seconds or lasting):
             self._say(f"{self._beats.own} and {self._slow}: no longer slow: a step takes {format_seconds(lasting)}")
             self._slow = None
 
