@@ -166,7 +166,7 @@ class LinkWatch:
             place = "the start and the first step" if heartbeat.step < 0 else "an evaluation or a checkpoint"
             return f"both wait, {age:.0f} s into {place}"
         if lasting > SLOW_FACTOR * usual and 2 * sum(waits) > len(waits):
-            return f"a step takes {format_seconds(lasting)}, mostly waiting, and {had}"
+            return f"a step takes {format_seconds(max(lasting, age))}, mostly waiting, and {had}"
         return ""
 
     def _slowest(self) -> Peer | None:
