@@ -54,6 +54,9 @@ class SlowBlocks:
     def traits(self) -> ModelTraits:
         return self.inner.traits
 
+    def resized(self, batch_size: int) -> "SlowBlocks":
+        return replace(self, inner=self.inner.resized(batch_size))
+
     def facts(self, plan: Plan) -> ModelFacts:
         facts = self.inner.facts(plan)
         return replace(facts, blocks=tuple(map(self._block, range(len(facts.blocks)), facts.blocks)))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.axes.tensor.attach.module_trace import TensorPlace
 from fourfold.axes.tensor.attach.split_randomness import find_slice, slices_mismatch
+from fourfold.axes.tensor.attach.tensor_parts import TensorPlace
 from fourfold.model.rank_dropout import DrawSlice, DrawSlices, FoundDraw, RankDropout, SplitDropout, TaggedDraws
 from fourfold.model.sdpa_interception import intercept_attention
 from fourfold.plan.param_spec import ShardPiece, TensorShard

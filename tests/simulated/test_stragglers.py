@@ -3,7 +3,7 @@
 import itertools
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def body(comm) -> tuple[MemoryLog, int]:
     step = TrainStep(Slow(comm.rank), loss, sgd, communicator=comm, **options)
     world = step._calls.world
     log, gathered, exchange = MemoryLog(), [], world.all_gather_json
-    detector = StragglerDetector(step, log)
+    detector = StragglerDetector(step, cast(Any, log))
     world.all_gather_json = lambda value: gathered.append(value) or exchange(value)
     for number in range(1, 2 * WINDOW_STEPS + 1):
         step(BATCH)
@@ -121,7 +121,7 @@ def test_the_detector_judges_each_segment_of_its_window(num_slow, num_notes):
 
     log = MemoryLog()
     step: Any = SimpleNamespace(plan=SimpleNamespace(mesh=Mesh(dp=2)), all_gather_json=exchange)
-    detector = StragglerDetector(step, log)
+    detector = StragglerDetector(step, cast(Any, log))
     for number in range(1, WINDOW_STEPS + 1):
         step.busy_seconds = {"forward": 0.1 if number <= num_slow else 0.01}
         detector.step_done(number, 0.0)
