@@ -24,6 +24,7 @@ from fourfold.axes.data.rules.zero import (
 )
 from fourfold.axes.pipeline.rules.edges import add_nominal_count, add_sends
 from fourfold.axes.pipeline.rules.schedules import steady_actions
+from fourfold.axes.pipeline.rules.spec import owner_of
 from fourfold.axes.pipeline.rules.ties import add_copies, add_ties
 from fourfold.plan.check import legality_problems
 from fourfold.plan.codec import CodecSpec, Combine, codec_rounds, codec_sent_bytes
@@ -228,7 +229,7 @@ def lower(plan: Plan, specs: Sequence[ParamSpec], topology: Topology, update_spe
     groups = plan.mesh.groups("dp", "cp")
     hosts = {ranks: group_hosts(topology, ranks, transport=plan.transport) for ranks in groups}
     is_inter_host = any(each.num_hosts > 1 for each in hosts.values())
-    stored = [[spec for spec in specs if spec.stage % plan.pp == stage] for stage in range(plan.pp)]
+    stored = [[spec for spec in specs if owner_of(spec.stage, plan.pp) == stage] for stage in range(plan.pp)]
     stages = {
         (stage, index): _fill_buckets(
             plan, stage, [spec.at(index) for spec in stored[stage]], update_spec, is_inter_host=is_inter_host

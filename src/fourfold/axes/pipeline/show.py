@@ -13,7 +13,7 @@ from torch import nn
 from fourfold.axes.pipeline.rules.edges import EdgeSpec, edge_bytes, edge_note
 from fourfold.axes.pipeline.rules.in_flight import peak_in_flight
 from fourfold.axes.pipeline.rules.schedules import num_stashed, simulated_bubble, staleness
-from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS
+from fourfold.axes.pipeline.rules.spec import EQUAL_COSTS, owner_of
 from fourfold.axes.pipeline.work.chain import map_stages
 from fourfold.plan.lowering import Blueprint
 from fourfold.plan.plan import NUM_SHOWN_BATCHES, Plan
@@ -126,11 +126,11 @@ def format_pipeline(model: nn.Module, blueprint: Blueprint) -> str:
         rows.append(
             (
                 str(stage),
-                f"pp {stage % plan.pp}",
+                f"pp {owner_of(stage, plan.pp)}",
                 shown,
                 format_count(sum(spec.num_elements for spec in specs)),
                 format_bytes(sum(spec.num_bytes for spec in specs)),
-                str(peaks[stage % plan.pp].by_stage[stage]),
+                str(peaks[owner_of(stage, plan.pp)].by_stage[stage]),
             )
         )
     bubble = "no bubble until it is drained"

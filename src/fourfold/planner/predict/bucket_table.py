@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fourfold.axes.data.rules.buckets import SHARD_ALIGNMENT, Bucket, effective_bucket_bytes, make_buckets
 from fourfold.axes.data.rules.zero import request_transport
+from fourfold.axes.pipeline.rules.spec import owner_of
 from fourfold.plan.lowering import Blueprint, DataGroup, StageBuckets, effective_layouts, planned_layouts
 from fourfold.plan.param_spec import ParamSpec
 from fourfold.plan.plan import Plan
@@ -167,7 +168,7 @@ class BucketTable:
     def _stages_of(self, plan: Plan, *, is_sent: bool) -> _Stages:
         stored: list[list[ParamSpec]] = [[] for _ in range(plan.pp)]
         for spec in self._source.specs(plan):
-            stored[spec.stage % plan.pp].append(spec.at(0))
+            stored[owner_of(spec.stage, plan.pp)].append(spec.at(0))
         excluded = self._source.update_spec.full_precision_params
         places = tuple(_place_buckets(plan, place, own, excluded, is_sent) for place, own in enumerate(stored))
         signatures = [each.signature for each in places]

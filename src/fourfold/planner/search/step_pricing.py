@@ -35,6 +35,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
+from fourfold.axes.pipeline.rules.spec import owner_of
 from fourfold.plan.check import legality_problems
 from fourfold.plan.lowering import lower
 from fourfold.plan.plan import Plan
@@ -398,7 +399,7 @@ class StepPricing:
         elements = self._elements(plan)
         by_place = [0.0] * plan.pp
         for stage, blocks in enumerate(self.stage_blocks(plan)):
-            by_place[stage % plan.pp] += sum(elements[1 + blocks.start : 1 + blocks.stop])
+            by_place[owner_of(stage, plan.pp)] += sum(elements[1 + blocks.start : 1 + blocks.stop])
         by_place[0] += elements[0]
         by_place[-1] += elements[-1]
         fullest = predicted.memory
@@ -433,4 +434,4 @@ def _in_flight(plan: Plan) -> list[int]:
     """By stage: the microbatches whose activations its place keeps."""
     flights = flights_of(plan.schedule, plan.pipeline_spec)
     by_place = [max(1, math.ceil(each.saved + each.deferred)) for each in flights]
-    return [by_place[stage % plan.pp] for stage in range(plan.num_stages)]
+    return [by_place[owner_of(stage, plan.pp)] for stage in range(plan.num_stages)]

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fourfold.axes.pipeline.rules.division import StageSpec, divide, division_problems, name_problems, stage_names
+from fourfold.axes.pipeline.rules.spec import owner_of
 from fourfold.plan.rng import segment_seed
 from fourfold.torch_kit import generators
 from fourfold.words.errors import PlanError, Problem
@@ -37,7 +38,7 @@ class Chain(NamedTuple):
 
 
 class StageMap(NamedTuple):
-    """A model's chain, and the blocks of each stage. Stage s is at place s % num_places of the pipeline axis."""
+    """A model's chain, and the blocks of each stage. Each stage is at a place of the pipeline axis (`owner_of`)."""
 
     chain: Chain
     blocks: tuple[range, ...]
@@ -47,7 +48,7 @@ class StageMap(NamedTuple):
 
     def place_of(self, parameter: str) -> int:
         """The place on the pipeline axis that has a parameter."""
-        return self.stage_of(parameter) % self.num_places
+        return owner_of(self.stage_of(parameter), self.num_places)
 
     def stages_at(self, place: int) -> range:
         """The stages of a place."""
