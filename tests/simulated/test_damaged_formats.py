@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -766,16 +767,39 @@ LARGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LARGE)
-def test_what_is_held_at_once_is_no_more_than_was_checked(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
-    LARGE[kind](tmp_path)
-    source, checked = ff.open_source(next(tmp_path.glob("pack"), tmp_path)), list[int]()
-    for module in [module for module in sys.modules.values() if "check_fits" in vars(module)]:
-        monkeypatch.setattr(module, "check_fits", lambda num_bytes, what, *, times=1: checked.append(times * num_bytes))
+MEASURE = """
+import json, sys
+from pathlib import Path
+import fourfold as ff
+from fourfold.feed import unpacked
+from tests.simulated.test_damaged_formats import resident
+
+ff.open_source(sys.argv[1])  # imports what reads a format
+modules = [module for module in sys.modules.values() if "check_fits" in vars(module)]
+for folder in sys.argv[1:]:
+    checked = []
+    for module in modules:
+        module.check_fits = lambda num_bytes, what, *, times=1: checked.append(times * num_bytes)
+    source = ff.open_source(folder)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     source.fetch([0])
-    assert LARGE_BYTES < resident("VmHWM") - before < max(checked) + MARGIN_BYTES
+    print(json.dumps([resident("VmHWM") - before, max(checked)]))
+"""
+
+
+def test_what_is_held_at_once_is_no_more_than_was_checked(tmp_path: Path):
+    folders = []
+    for kind, make in LARGE.items():
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind)
+        folders.append(str(next((tmp_path / kind).glob("pack"), tmp_path / kind)))
+    # A process of its own: where steps have been trained, the C library keeps freed memory, which does not show.
+    ended = subprocess.run([sys.executable, "-c", MEASURE, *folders], check=True, capture_output=True, timeout=100)
+    measured = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(measured) == len(LARGE)
+    for kind, (held, checked) in zip(LARGE, measured, strict=True):
+        assert LARGE_BYTES < held < checked + MARGIN_BYTES, kind
 
 
 def zeros(folder: Path) -> Any:

@@ -134,7 +134,7 @@ def test_a_run_with_another_order_than_the_saved_one_is_refused(tmp_path):
     with pytest.raises(Interrupted):
         run(tmp_path, task(batch_size=5, steps=11, schedule=interrupted), checkpoint_every=2)
     in_order = data.DataLoader(PAIRS, batch_size=5)
-    with pytest.raises(FourfoldError, match="saved in the order: global; now: in order"):
+    with pytest.raises(FourfoldError, match="saved in the order: global; now: in the source"):
         run(tmp_path, task(in_order, batch_size=5, steps=11), checkpoint_every=2)
 
 

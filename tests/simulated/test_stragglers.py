@@ -107,7 +107,7 @@ def test_busy_seconds_have_no_part_in_which_this_thread_waited_or_others_had_the
     for module in (executor, meter):
         monkeypatch.setattr(module, "processor_delay_seconds", lambda: delay)
     own, done = meter.CommMeter(), SimpleNamespace(finish=noop)
-    step: Any = SimpleNamespace(parts=SimpleNamespace(meter=own, edges=done, tied=done), done_early=())
+    step: Any = SimpleNamespace(parts=SimpleNamespace(meter=own, senders=[done]), done_early=())
     verbs: Any = {Verb.FORWARD: forward, Verb.UPDATE: lambda *_: run(0.004, delayed=0.009)}
     busy = executor._walk([Action(Verb.FORWARD, 0, 0), Action(Verb.UPDATE, 0, 0)], step, verbs)
     assert busy == pytest.approx({"forward": 0.020, "update": 0.004})

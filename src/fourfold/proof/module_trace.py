@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.torch_kit.tensor_tree import tree_leaves
 from fourfold.torch_kit.torch_private import is_in_backward
+from fourfold.words.noop import noop
 
 INPUT, OUTPUT = "input", "output"
 
@@ -26,7 +27,7 @@ class ModuleTrace:
     """Within, the forwards of all modules of a model are recorded; or without events, only which one runs."""
 
     def __init__(self, model: nn.Module, *, has_events: bool = True) -> None:
-        self._model, self._has_events = model, has_events
+        self._model, self._record = model, self._add_event if has_events else noop
         self.events: list[Event] = []
         self._active: list[str] = []
         self._num_calls: dict[tuple[str, str], int] = {}
@@ -68,9 +69,7 @@ class ModuleTrace:
 
         return enter, leave
 
-    def _record(self, name: str, kind: str, tree: Any) -> None:
-        if not self._has_events:
-            return
+    def _add_event(self, name: str, kind: str, tree: Any) -> None:
         tensor = next((each for each in tree_leaves(tree) if each.is_floating_point() or each.is_complex()), None)
         if tensor is not None and not is_in_backward():  # a checkpoint's second forward is not traced
             call = self._num_calls[name, kind] = self._num_calls.get((name, kind), 0) + 1
