@@ -98,7 +98,6 @@ ROWS_0, ROWS_2 = ((0, 0), (2, 2)), ((2, 0), (2, 2))
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 99}, "version 99"),
         ({"step": -1}, "step -1"),
         ({"files": {"../../etc/passwd": FileEntry(100, "")}}, "'../../etc/passwd'"),
         ({"files": {FIRST: FileEntry(20, ""), SECOND: FileEntry(8, "")}}, "bytes of tensors in a file of 8"),

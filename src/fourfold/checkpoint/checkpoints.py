@@ -123,7 +123,7 @@ class Checkpoints:
 
         Raises CheckpointError, with nothing changed, if all checkpoints are damaged, or the newest valid one is of
         another model, optimizer or data; the message lists everything that does not fit. Raises
-        UnreadableCheckpointError if a newer fourfold wrote it, or its files cannot be opened.
+        UnreadableCheckpointError if another fourfold wrote it, or its files cannot be opened.
         """
         self.wait()
         if self._step.rank == 0 and not self._is_run:

@@ -7,7 +7,7 @@ retention               how many of the newest good ones are kept, and how many 
 Law: the newest good checkpoint is never removed, and neither is one that may be good and cannot be read here.
 
 damaged     the content of a file is not what was written
-unreadable  a file may be good, and cannot be read here: a newer version wrote it, or it may not be opened
+unreadable  a file may be good, and cannot be read here: another version wrote it, or it may not be opened
 Law: nothing that a manifest says is used before its checksum and its bounds have been checked. Torch is not imported.
 """
 
@@ -90,16 +90,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _decode_manifest(path: Path, content: bytes) -> Manifest:
-    """Raises DecodeError, CheckpointError if the checksum differs, UnreadableCheckpointError for a newer version."""
+    """Raises DecodeError, CheckpointError if the checksum differs, UnreadableCheckpointError for another version."""
     envelope = from_json(content, _Envelope)
     body = bytes(envelope.manifest)
     if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128:
         raise CheckpointError(Problem(f"{path}: checksum mismatch", "the file as it was written"))
     version = from_json(body, _ManifestVersion).version
-    if version > MANIFEST_VERSION:
-        got = f"{path}: version {version}, of a newer fourfold"
+    if version != MANIFEST_VERSION:
+        got = f"{path}: version {version}, of another fourfold"
         raise UnreadableCheckpointError(
-            Problem(got, f"at most version {MANIFEST_VERSION}", "the version of fourfold that wrote it")
+            Problem(got, f"version {MANIFEST_VERSION}", "the version of fourfold that wrote it")
         )
     return from_json(body, Manifest)
 

@@ -22,7 +22,7 @@ from fourfold.words.measures import MODES
 from fourfold.words.mesh import AXES, Axis, Mesh
 from fourfold.words.ranges import Box
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 MAX_TENSOR_BYTES = 2**46
@@ -242,8 +242,6 @@ def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
 
 def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Every reason not to trust a manifest. All names, sizes and offsets are checked here."""
-    if manifest.version != MANIFEST_VERSION:
-        yield f"version {manifest.version}, this fourfold reads version {MANIFEST_VERSION}"
     if manifest.step < 0 or manifest.metrics_bytes < 0:
         yield f"step {manifest.step}, log position {manifest.metrics_bytes}"
     yield from (f"a file called {name!r}" for name in manifest.files if not FILE_NAME_PATTERN.fullmatch(name))

@@ -178,7 +178,7 @@ class CheckpointError(FourfoldError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A checkpoint that may be valid but cannot be read here: a newer version wrote it, or access to it is denied."""
+    """A checkpoint that may be valid but cannot be read here: another version wrote it, or access to it is denied."""
 
 
 class TrainingError(FourfoldError):
