@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fourfold.cli import errors
 from fourfold.plan.plan import Plan
 from fourfold.report import document, page, run_record, step_timeline
 from fourfold.report.document import Series
@@ -23,6 +24,7 @@ from fourfold.trace.trace_file import Event, Trace
 from fourfold.trainer import progress
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
 from fourfold.trainer.run_logger import Throughput
+from fourfold.words.errors import SettingError
 from fourfold.words.program import Action, Verb
 from fourfold.words.trace_events import COMPUTE_LANE, REDUCE_LANE
 from tests.recorded_traces import trace
@@ -89,10 +91,13 @@ def test_missing_files_are_reported_all_at_once(run):
         page.write_report([run])
 
 
-def test_a_missing_run_is_reported_with_the_closest_name(run):
-    with pytest.raises(run_record.ReportError, match="try fourfold report first"):
-        run_record.find_run("frist", parent=run.parent)
-    assert run_record.find_run("first", parent=run.parent) == run
+@pytest.mark.parametrize("command", ["fourfold report", "fourfold checkpoint list"])
+def test_a_missing_run_is_reported_with_the_closest_name(run, monkeypatch, command):
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(errors, "RUNS_DIR", ".")
+    with pytest.raises(SettingError, match=f"no run frist .* try {command} first"):
+        errors.find_run("frist", command)
+    assert errors.find_run("first", command) == Path("first")
 
 
 def test_a_line_of_memory_that_is_none_is_refused(run):

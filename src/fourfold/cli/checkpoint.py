@@ -3,12 +3,11 @@
 Law: these commands change nothing in a run's folder.
 """
 
-import contextlib
 import os
 import time
 from pathlib import Path
 
-from fourfold.cli.errors import nearest_file
+from fourfold.cli.errors import find_run
 from fourfold.cli.output import print_text
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.words.errors import (
@@ -19,7 +18,6 @@ from fourfold.words.errors import (
     closest_match,
     os_error_text,
 )
-from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import escape_controls, table_lines
 from fourfold.words.units import format_bytes
 
@@ -31,7 +29,7 @@ def list_checkpoints(run: str) -> int:
     """`fourfold checkpoint list`; returns the exit code."""
     from fourfold.checkpoint.store import CheckpointStore, read_manifest
 
-    store = CheckpointStore(_find_run(run))
+    store = CheckpointStore(find_run(run, "fourfold checkpoint list"))
     rows = [("step", "size", "age", "ranks", "validation loss", "")]
     best = store.best_step()
     for step in store.steps():
@@ -58,7 +56,7 @@ def verify_checkpoints(run: str) -> int:
     """`fourfold checkpoint verify`; returns the exit code: 1 if a checkpoint is damaged."""
     from fourfold.checkpoint.store import CheckpointStore, verify_checkpoint
 
-    store = CheckpointStore(_find_run(run))
+    store = CheckpointStore(find_run(run, "fourfold checkpoint verify"))
     steps, code = store.steps(), 0
     for step in steps:
         try:
@@ -110,7 +108,7 @@ def _checkpoint_to_export(run: str, step: int | None) -> Path:
     """The folder of the checkpoint, which has been verified."""
     from fourfold.checkpoint.store import CheckpointStore, newest_valid
 
-    run_dir = _find_run(run)
+    run_dir = find_run(run, "fourfold checkpoint export")
     steps = CheckpointStore(run_dir).steps()
     if step is not None and step not in steps:
         need = f"one of {', '.join(map(str, steps))}" if steps else "a run with checkpoints"
@@ -131,16 +129,6 @@ def _check_target(path: Path, form: str) -> None:
         raise SettingError(Problem(f"{path} with --format {form}", "the name of a folder", attempt))
     elif os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise SettingError(Problem(f"{path} exists already", "a new folder, or an empty one", "another PATH"))
-
-
-def _find_run(run: str) -> Path:
-    for path in (Path(run), Path(RUNS_DIR, run)):
-        with contextlib.suppress(OSError):  # a name that is too long for a file system
-            if run and path.is_dir():
-                return path
-    raise SettingError(
-        Problem(f"{run} (no such folder)", "a run's folder, or its name", nearest_file(Path(RUNS_DIR, run), "*"))
-    )
 
 
 def _format_age(seconds: float) -> str:

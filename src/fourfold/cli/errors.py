@@ -4,6 +4,7 @@ Law: rank 0 alone reports bad input and an agreed stop; each rank that fails in 
 says why: 2 the input is wrong; 1 the run failed; 75 SIGTERM or a dead peer: start the same command again; 130 Ctrl-C.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from typing import ParamSpec, TypeVar
 from fourfold.environment.standard_streams import print_stderr
 from fourfold.environment.world import from_environment
 from fourfold.launcher.traceback_text import format_error
-from fourfold.words.errors import FourfoldError, LaunchError, StoppedError, closest_match
+from fourfold.words.errors import FourfoldError, LaunchError, Problem, SettingError, StoppedError, closest_match
+from fourfold.words.run_files import RUNS_DIR
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,3 +104,16 @@ def nearest_file(path: Path, pattern: str) -> str:
         return ""
     close = closest_match(path.stem, others)
     return others[close] if close else ""
+
+
+def find_run(word: str, command: str) -> Path:
+    """The folder of the run that a command was given by its path or its name. Raises SettingError."""
+    parent = Path(RUNS_DIR)
+    for path in (Path(word), parent / word):
+        with contextlib.suppress(OSError):  # a name that is too long for a file system
+            if word and path.is_dir():
+                return path
+    runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    close = closest_match(Path(word).name, runs) or (runs[-1] if runs else "")
+    attempt = f"{command} {close}" if close else "fourfold train"
+    raise SettingError(Problem(f"no run {word}", "the folder of a run, or its name", attempt), where=command)

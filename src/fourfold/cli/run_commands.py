@@ -16,7 +16,6 @@ from fourfold.cli.output import print_text, write_file
 from fourfold.environment import early_sigterm
 from fourfold.environment.world import World, from_environment
 from fourfold.words.errors import Problem, SettingError, os_error_text
-from fourfold.words.run_files import RUNS_DIR
 from fourfold.words.terminal_text import align_columns
 
 if TYPE_CHECKING:
@@ -279,13 +278,13 @@ def verify(words: Sequence[str], processes: str | None) -> int:
 
 def report(words: Sequence[str]) -> int:
     """`fourfold report`; returns the exit code."""
+    from fourfold.cli.errors import find_run
     from fourfold.report.page import write_report
-    from fourfold.report.run_record import find_run
 
     if not words:
         raise SettingError(Problem("no run", "RUN [RUN…]", "fourfold report --help"), where="fourfold report")
     try:
-        page = write_report([find_run(word, parent=Path(RUNS_DIR)) for word in dict.fromkeys(words)])
+        page = write_report([find_run(word, "fourfold report") for word in dict.fromkeys(words)])
     except OSError as error:
         got = f"{error.filename or ', '.join(words)}: {os_error_text(error)}"
         raise SettingError(Problem(got, "files of a run that can be read"), where="fourfold report") from None

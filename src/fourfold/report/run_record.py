@@ -8,7 +8,6 @@ that cannot be read is counted, and hides no other. Segments tile the run's step
 segment were repeated, and count once.
 """
 
-import contextlib
 import math
 import re
 from bisect import bisect_left
@@ -25,7 +24,7 @@ from fourfold.planner.predict.prediction import RecordedPrediction, decode_predi
 from fourfold.trace.trace_file import Trace, decode_trace
 from fourfold.trace.utilization import Window
 from fourfold.trainer.fault_log import FAULTS_FILE, Fault
-from fourfold.words.errors import FourfoldError, Problem, closest_match
+from fourfold.words.errors import FourfoldError, Problem
 from fourfold.words.measures import AVERAGED_STEPS, recent_rate, waiting_fraction
 from fourfold.words.run_files import ARGUMENTS_KEY, LOG_FILE, PLAN_FILE, PREDICTION_FILE, SETTINGS_FILE
 
@@ -366,18 +365,6 @@ class RunRecord:
         """Rank 0's, of all steps or of the last ones."""
         steps = self.steps_since_start[-AVERAGED_STEPS:] if is_recent else self.steps
         return waiting_fraction([(line["waiting_seconds"], line["seconds"]) for line in steps])
-
-
-def find_run(word: str, *, parent: Path) -> Path:
-    """The folder of the run that the user named by its path or its name. Raises ReportError."""
-    for path in (Path(word), parent / word):
-        with contextlib.suppress(OSError):  # a name that is too long for a file system
-            if path.is_dir():
-                return path
-    runs = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
-    close = closest_match(Path(word).name, runs) or (runs[-1] if runs else "")
-    attempt = f"fourfold report {close}" if close else "fourfold train"
-    raise ReportError(Problem(f"no run {word}", "the folder of a run, or its name", attempt), where="fourfold report")
 
 
 def read_run(path: Path) -> RunRecord:
