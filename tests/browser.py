@@ -28,6 +28,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--no-first-run",
     "--hide-scrollbars",
+    "--window-size=1200,1200",  # where a pointer is, is then in view
 )
 TIMEOUT = 60.0
 POLL_SECONDS = 0.05
